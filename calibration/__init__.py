@@ -1,0 +1,1 @@
+"""Measured rows, the sweeps that made them, and the fit that turns them into the shipped coefficients."""

@@ -1,0 +1,182 @@
+"""Measured rows: one training step, what it was, what it peaked at, and what measured it.
+
+A row file is JSON lines. Its first line is the header: what made the rows. Every further line is one row.
+Rows are appended one whole line at a time, so a file cut short loses at most the line being written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from oomguard.config import Frozen, ModelConfig, StepConfig, first_problem
+from oomguard.errors import InputError
+
+SCHEMA = "oomguard.rows/1"
+
+Bytes = Annotated[int, Field(ge=0)]
+Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Header(Frozen):
+    """What made the rows of a file."""
+
+    schema_: Literal["oomguard.rows/1"] = Field(SCHEMA, alias="schema")
+    machine: str
+    system: str
+    mlx: str
+    backend: Literal["cpu", "metal", "cuda"]
+    commit: str
+    date: str
+    command: str
+    note: str = ""
+
+
+class Row(Frozen):
+    """One measured configuration.
+
+    Either ``model`` and ``step`` (the GPT of ``oomguard.model``) or ``case`` (a named step of
+    ``oomguard.calibration.cases``) says what ran. ``*_bytes`` are medians over the measured steps, from step 2
+    on, the peak reset before each. ``sequenced_*`` were measured with the memory limit at 0, where evaluation
+    waits for every task: the peak of the graph alone.
+    """
+
+    model: ModelConfig | None = None
+    step: StepConfig | None = None
+    case: str | None = None
+    status: Literal["ok", "failed"] = "ok"
+    reason: str = ""
+    peak_bytes: Bytes | None = None
+    peak_low_bytes: Bytes | None = None
+    peak_high_bytes: Bytes | None = None
+    first_peak_bytes: Bytes | None = None
+    sequenced_peak_bytes: Bytes | None = None
+    sequenced_low_bytes: Bytes | None = None
+    sequenced_high_bytes: Bytes | None = None
+    active_bytes: Bytes | None = None
+    cache_bytes: Bytes | None = None
+    step_seconds: Finite | None = None
+    step_seconds_spread: Finite | None = None
+    steps: Annotated[int, Field(ge=0)] = 0
+    mlx: str
+    backend: Literal["cpu", "metal", "cuda"]
+    machine: str
+    blas: str = ""
+    commit: str = ""
+    date: str = ""
+
+    @model_validator(mode="after")
+    def _says_what_ran(self) -> Row:
+        if (self.case is None) == (self.model is None or self.step is None):
+            raise ValueError("a row names either a model and a step, or a case")
+        if self.status == "ok" and self.peak_bytes is None and self.sequenced_peak_bytes is None:
+            raise ValueError("a row with status ok needs peak_bytes")
+        return self
+
+    @property
+    def key(self) -> str:
+        """Identifies the configuration: the same model, step or case gives the same key."""
+        return row_key(self.case or "", self.model, self.step)
+
+
+def row_key(case: str, model: ModelConfig | None, step: StepConfig | None) -> str:
+    """A short hash of what runs; the model's name is not part of it."""
+    what = {
+        "case": case,
+        "model": model and model.model_dump(exclude={"name"}),
+        "step": step and step.model_dump(),
+    }
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_rows(path: str | Path) -> tuple[Header, list[Row]]:
+    """Header and rows of one file.
+
+    A last line without its newline is a row that was being written when the process died; it is left out.
+
+    Raises:
+        InputError: not readable, no header, or a line that is not a row; the text names the line and field.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise InputError(f"cannot read row file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"row file {path} is not text") from error
+    whole, _, _cut = text.rpartition("\n")
+    header: Header | None = None
+    rows: list[Row] = []
+    for number, line in enumerate(whole.split("\n"), start=1):
+        if not line.strip():
+            continue
+        value = _parse_line(path, number, line)
+        try:
+            if header is None:
+                header = Header.model_validate(value)
+            else:
+                rows.append(Row.model_validate(value))
+        except ValidationError as error:
+            what = "header" if header is None else "row"
+            raise InputError(f"{path}, line {number}, {what}: {first_problem(error)}") from error
+    if header is None:
+        raise InputError(f"row file {path} is empty; its first line must be a header")
+    return header, rows
+
+
+def _parse_line(path: Path, number: int, line: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise InputError(f"{path}, line {number}: {constant} is not a measurement")
+
+    try:
+        return json.loads(line, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}, line {number}: not JSON ({error.msg})") from error
+
+
+def append_row(path: str | Path, header: Header, row: Row) -> None:
+    """Adds one row, durably: the line is on disk when this returns. Writes the header first in a new file.
+
+    A line that an earlier process left unfinished is cut off before the row is added.
+    """
+    path = Path(path)
+    line = row.model_dump_json(exclude_defaults=True) + "\n"
+    with path.open("a+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        keep = _whole_length(file, end)
+        if keep < end:
+            file.truncate(keep)
+        if keep == 0:
+            line = header.model_dump_json(by_alias=True) + "\n" + line
+        file.write(line.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _whole_length(file: Any, end: int) -> int:
+    """Bytes up to and with the last newline."""
+    position = end
+    while position > 0:
+        start = max(0, position - 65536)
+        file.seek(start)
+        newline = file.read(position - start).rfind(b"\n")
+        if newline >= 0:
+            return int(start + newline + 1)
+        position = start
+    return 0
+
+
+def shipped_row_files() -> Iterator[Path]:
+    """The row files that ship in ``calibration/rows``."""
+    yield from sorted((Path(__file__).parent / "calibration" / "rows").glob("*.jsonl"))
+
+
+def usable(rows: Iterable[Row]) -> list[Row]:
+    """The rows that hold a measurement."""
+    return [row for row in rows if row.status == "ok"]

@@ -1,0 +1,83 @@
+"""Bytes in and out: integers inside, binary units on screen, both kinds read from a user."""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+
+from oomguard.errors import InputError
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+TIB = 1 << 40
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "pb": 10**15,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": TIB,
+    "pib": 1 << 50,
+    "k": KIB,
+    "m": MIB,
+    "g": GIB,
+    "t": TIB,
+}
+_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?|\.\d+)\s*(?P<unit>[a-zA-Z]*)\s*")
+
+
+def parse_bytes(text: str | int) -> int:
+    """A size as a person writes it, in bytes.
+
+    Args:
+        text: ``"16GB"`` (10^9), ``"16GiB"`` or ``"16G"`` (2^30), ``"512MiB"``, or a whole number of bytes.
+
+    Returns:
+        The size in bytes, rounded down to a whole byte.
+
+    Raises:
+        InputError: not a number with a known unit.
+    """
+    if isinstance(text, int):
+        return text
+    match = _SIZE.fullmatch(text)
+    if match is None or match["unit"].lower() not in _UNITS:
+        raise InputError(f"{text!r} is not a size; write it as 16GB, 16GiB or 512MiB")
+    return int(Decimal(match["number"]) * _UNITS[match["unit"].lower()])
+
+
+def format_bytes(size_bytes: int | float) -> str:
+    """``12.3 GiB``, ``512.0 MiB``, ``3.0 KiB`` or ``17 B``: one decimal, the largest unit that keeps a digit."""
+    magnitude = abs(size_bytes)
+    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if magnitude >= unit:
+            return f"{size_bytes / unit:.1f} {name}"
+    return f"{int(size_bytes)} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """``1.2 s``, ``340 ms``, ``4 min 10 s`` or ``2 h 5 min``."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"
+
+
+def round_up(value: int, multiple: int) -> int:
+    """``value`` rounded up to a whole number of ``multiple``."""
+    return -(-value // multiple) * multiple
