@@ -1,1 +1,1 @@
-"""The byte-level GPT, its checkpoint policies, and the trainer. The only part of oomguard that builds MLX models."""
+"""The byte-level GPT, its checkpoint policies, and the trainer: what of oomguard builds MLX models."""

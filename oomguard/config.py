@@ -35,7 +35,7 @@ class Frozen(BaseModel):
 
 
 class ModelConfig(Frozen):
-    """Shape of the byte-level GPT: pre-LayerNorm, GELU MLP, learned positions, tied head, biases everywhere."""
+    """Shape of the byte-level GPT: pre-LayerNorm, GELU MLP, learned positions, tied head, all biases."""
 
     name: str = "custom"
     n_layers: Positive
@@ -63,7 +63,7 @@ class ModelConfig(Frozen):
 
     @property
     def block_params(self) -> int:
-        """Parameters of one block: four d x d projections, two MLP matrices, their biases, two layer norms."""
+        """Parameters of a block: four d x d projections, two MLP matrices, their biases, two layer norms."""
         d, m = self.d_model, self.d_mlp
         return 4 * (d * d + d) + (d * m + m) + (m * d + d) + 2 * (2 * d)
 
@@ -110,9 +110,9 @@ class Segment:
 class CheckpointPolicy(Frozen):
     """Which regions of which blocks are recomputed in the backward instead of saved.
 
-    ``none``; ``every`` (each block by itself); ``stride`` k blocks a segment (a number, ``sqrt`` or ``auto``);
-    ``blocks`` n, only the first n blocks; ``attention``, only the attention core, of all blocks or of the
-    first n; ``custom_function``, the bare recompute that ``mx.compile`` can merge away again.
+    ``none``; ``every`` (each block by itself); ``stride`` k blocks a segment (a number, ``sqrt`` or
+    ``auto``); ``blocks`` n, only the first n blocks; ``attention``, only the attention core, of all blocks
+    or of the first n; ``custom_function``, the bare recompute that ``mx.compile`` can merge away again.
 
     The *first* blocks are the ones to recompute: the backward reaches them last, when the saved tensors of
     the later blocks are gone, so their recompute never stands beside the largest sum of saved tensors.
@@ -125,7 +125,7 @@ class CheckpointPolicy(Frozen):
     @model_validator(mode="after")
     def _fields_belong(self) -> CheckpointPolicy:
         if (self.stride is not None) != (self.policy == "stride"):
-            raise ValueError("a stride belongs to policy stride, and stride needs one: stride=4, sqrt or auto")
+            raise ValueError("a stride belongs to policy stride, which needs one: stride=4, sqrt or auto")
         if self.policy == "blocks" and self.blocks is None:
             raise ValueError("policy blocks needs a number: blocks=4")
         if self.blocks is not None and self.policy not in ("blocks", "attention"):
@@ -134,8 +134,8 @@ class CheckpointPolicy(Frozen):
 
     @classmethod
     def parse(cls, text: str) -> CheckpointPolicy:
-        """Reads ``none``, ``every``, ``stride=4``, ``stride=sqrt``, ``stride=auto``, ``blocks=8``, ``attention``,
-        ``attention,blocks=8`` or ``custom_function``.
+        """Reads ``none``, ``every``, ``stride=4``, ``stride=sqrt``, ``stride=auto``, ``blocks=8``,
+        ``attention``, ``attention,blocks=8`` or ``custom_function``.
 
         Raises:
             InputError: anything else.
@@ -148,8 +148,8 @@ class CheckpointPolicy(Frozen):
         )
         if match is None:
             raise InputError(
-                f"{text!r} is not a checkpoint policy; choose none, every, stride=K, stride=sqrt, stride=auto, "
-                "blocks=N, attention, attention,blocks=N or custom_function"
+                f"{text!r} is not a checkpoint policy; choose none, every, stride=K, stride=sqrt, "
+                "stride=auto, blocks=N, attention, attention,blocks=N or custom_function"
             )
         try:
             if match["plain"]:
@@ -186,7 +186,7 @@ class CheckpointPolicy(Frozen):
         Args:
             n_layers: blocks of the model.
             block_to_boundary: bytes one block saves, over the bytes of the tensor between two blocks. Only
-                ``stride=auto`` reads it: peak(k) = (L/k) boundary + k block is least at sqrt(L boundary/block).
+                ``stride=auto`` reads it: (L/k) boundary + k block is least at k = sqrt(L boundary/block).
         """
         if self.policy == "none":
             return ()
@@ -248,7 +248,9 @@ def first_problem(error: ValidationError) -> str:
 def check_seq_len(model: ModelConfig, step: StepConfig) -> None:
     """Raises InputError when a step is longer than the model's learned positions."""
     if step.seq_len > model.context:
-        raise InputError(f"sequence length {step.seq_len} is longer than {model.name}'s context {model.context}")
+        raise InputError(
+            f"sequence length {step.seq_len} is longer than {model.name}'s context {model.context}"
+        )
 
 
 def divisors(n: int) -> Iterator[int]:

@@ -11,14 +11,14 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
 from oomguard.config import Frozen, ModelConfig, StepConfig, first_problem
 from oomguard.errors import InputError
 
-SCHEMA = "oomguard.rows/1"
+SCHEMA: Final = "oomguard.rows/1"
 
 Bytes = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -42,9 +42,9 @@ class Row(Frozen):
     """One measured configuration.
 
     Either ``model`` and ``step`` (the GPT of ``oomguard.model``) or ``case`` (a named step of
-    ``oomguard.calibration.cases``) says what ran. ``*_bytes`` are medians over the measured steps, from step 2
-    on, the peak reset before each. ``sequenced_*`` were measured with the memory limit at 0, where evaluation
-    waits for every task: the peak of the graph alone.
+    ``oomguard.calibration.cases``) says what ran. ``*_bytes`` are medians over the measured steps, from step
+    2 on, the peak reset before each. ``sequenced_*`` were measured with the memory limit at 0, where
+    evaluation waits for every task: the peak of the graph alone.
     """
 
     model: ModelConfig | None = None

@@ -55,7 +55,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(size_bytes: int | float) -> str:
-    """``12.3 GiB``, ``512.0 MiB``, ``3.0 KiB`` or ``17 B``: one decimal, the largest unit that keeps a digit."""
+    """``12.3 GiB``, ``512.0 MiB``, ``3.0 KiB`` or ``17 B``: one decimal, the largest unit that fits."""
     magnitude = abs(size_bytes)
     for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if magnitude >= unit:
