@@ -1,28 +1,35 @@
-"""The command line: one lazily imported file a command, so that ``plan`` never pays for what ``trace`` needs."""
+"""The command line: one file a command, imported when it runs, so ``plan`` never pays for ``trace``."""
 
 from __future__ import annotations
 
 import importlib
+import io
+import os
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from oomguard.errors import OomguardError
+from oomguard.errors import InputError, OomguardError
 
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+PROGRAM = "oomguard"
+COMPLETE_VARIABLE = "_OOMGUARD_COMPLETE"
+
+WRONG_INPUT = 2
+BUG = 70  # EX_SOFTWARE: never to be mistaken for 1, which means that nothing fits
+INTERRUPTED = 130
+PIPE_CLOSED = 141
+
+# Each is ``command`` in the module of its name, ``oomguard.cli.plan`` and so on.
 COMMANDS = {
-    "plan": "oomguard.cli.plan",
-    "estimate": "oomguard.cli.estimate",
-    "trace": "oomguard.cli.trace",
-    "measure": "oomguard.cli.measure",
-    "calibrate": "oomguard.cli.calibrate",
-    "validate": "oomguard.cli.validate",
-    "train": "oomguard.cli.train",
-}
-SHORT_HELP = {
     "plan": "The fastest setting of a training step that fits this machine.",
     "estimate": "What one configuration holds, phase by phase.",
     "trace": "The peak of any MLX step, simulated without running it.",
-    "measure": "Run one step, or a sweep, in subprocesses; keep what it peaked at.",
+    "measure": "Run a step or a sweep in subprocesses and keep the peaks.",
     "calibrate": "Measure and fit on this machine; used from then on.",
     "validate": "Predicted beside measured, for every shipped row.",
     "train": "Train the preset GPT with the setting the planner picks.",
@@ -30,7 +37,7 @@ SHORT_HELP = {
 
 
 class LazyGroup(click.Group):
-    """Imports a command's module when the command is run, not when the group is listed."""
+    """Imports a command's module when the command runs, not when the commands are listed or completed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -38,54 +45,155 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command = importlib.import_module(COMMANDS[name]).command
+        command = importlib.import_module(f"oomguard.cli.{name}").command
         assert isinstance(command, click.Command)
         return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            import difflib
-
-            near = difflib.get_close_matches(args[0], COMMANDS, n=2)
-            if near:
-                raise click.UsageError(f"no command {args[0]!r}; did you mean {' or '.join(near)}?", ctx) from error
-            raise
+        if args[0] not in COMMANDS and not ctx.resilient_parsing:
+            raise InputError(f"no command {args[0]!r}; {_near_commands(args[0])}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, SHORT_HELP[name]) for name in COMMANDS])
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
+        names = [
+            CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)
+        ]
+        return names + click.Command.shell_complete(self, ctx, incomplete)
 
 
-@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="oomguard", prog_name="oomguard")
-def cli() -> None:
-    """Will this MLX training step fit this machine, and if not, what is the cheapest change that makes it fit?
+def _near_commands(name: str) -> str:
+    import difflib
 
-    \b
-    Exit status: 0 it fits, 1 nothing fits (or a bound is missed), 2 wrong usage or input.
-    """
+    near = difflib.get_close_matches(name.lower(), COMMANDS, n=2)
+    return f"did you mean {' or '.join(near)}?" if near else f"the commands are {', '.join(COMMANDS)}"
 
 
-def main(args: list[str] | None = None) -> None:
-    """Runs the command line; an error made for the user becomes one line on stderr and status 2."""
+def _show_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
+    if not wanted or ctx.resilient_parsing:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
-        status = cli.main(args=args, standalone_mode=False)
+        mlx = version("mlx")
+    except PackageNotFoundError:
+        mlx = "not installed"
+    click.echo(f"{PROGRAM} {version(PROGRAM)} (mlx {mlx}, python {sys.version.split()[0]})")
+    ctx.exit()
+
+
+@click.command(
+    cls=LazyGroup,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="""\b
+    Exit status: 0 it fits, 1 nothing fits (or a bound is missed), 2 wrong usage
+    or input, 130 stopped by Ctrl-C.
+    Tab completion: eval "$(_OOMGUARD_COMPLETE=bash_source oomguard)", or
+    zsh_source or fish_source. NO_COLOR is respected.""",
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the versions of oomguard, MLX and Python.",
+)
+@click.pass_context
+def cli(ctx: click.Context) -> int | None:
+    """Will this MLX training step fit this machine, and if not, what is the
+    cheapest change that makes it fit?
+    """
+    if ctx.invoked_subcommand is not None:
+        return None
+    click.echo(ctx.get_help())
+    return WRONG_INPUT
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Runs the command line and exits.
+
+    What a command returns is the exit status (nothing is 0). An error made for the user becomes one line on
+    stderr and status 2; an error nobody expected keeps its traceback and gets a status of its own.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a sign gets a ? for it
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        status = _run(list(sys.argv[1:] if args is None else args))
+        sys.stdout.flush()
+    except Exception as error:
+        status = _explain(error)
+    except KeyboardInterrupt:
+        click.echo("\nstopped", err=True)
+        status = INTERRUPTED
+    sys.exit(status)
+
+
+def _run(args: list[str]) -> int:
+    instruction = os.environ.get(COMPLETE_VARIABLE)
+    if instruction:
+        from click.shell_completion import shell_complete
+
+        return shell_complete(cli, {}, PROGRAM, COMPLETE_VARIABLE, instruction)
+    try:
+        color = False if os.environ.get("NO_COLOR") else None
+        with cli.make_context(PROGRAM, args, color=color) as ctx:
+            status: Any = cli.invoke(ctx)
     except click.exceptions.Exit as error:
-        sys.exit(error.exit_code)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(2)
-    except click.Abort:
+        return error.exit_code
+    return status if isinstance(status, int) else 0
+
+
+def _explain(error: Exception) -> int:
+    """Says on stderr what went wrong, in one line where the user can act on it; returns the exit status."""
+    if isinstance(error, BrokenPipeError):
+        _abandon_stdout()
+        return PIPE_CLOSED
+    if isinstance(error, click.Abort):
         click.echo("stopped", err=True)
-        sys.exit(130)
-    except OomguardError as error:
-        click.echo(f"oomguard: {error}", err=True)
-        sys.exit(2)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(141)
-    sys.exit(status if isinstance(status, int) else 0)
+        return INTERRUPTED
+    line = _one_line(error)
+    if line is None:
+        import traceback
+
+        traceback.print_exception(error)
+        line = f"{PROGRAM}: this is a bug in oomguard; please report it with the command and the lines above"
+        status = BUG
+    else:
+        status = WRONG_INPUT
+    _abandon_stdout()
+    click.echo(line, err=True)
+    return status
+
+
+def _one_line(error: Exception) -> str | None:
+    """The line a user reads, or None for an error that only a programmer can mend."""
+    if isinstance(error, click.UsageError):
+        where = error.ctx.command_path if error.ctx else PROGRAM
+        text = " ".join(error.format_message().split()).rstrip(".")
+        return f"{where}: {text[:1].lower()}{text[1:]} ({where} --help lists the options)"
+    if isinstance(error, click.ClickException):
+        return f"{PROGRAM}: {' '.join(error.format_message().split())}"
+    if isinstance(error, OomguardError):
+        return f"{PROGRAM}: {error}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{PROGRAM}: {error.strerror}" + (f": {error.filename}" if error.filename else "")
+    if isinstance(error, ImportError) and not (error.name or PROGRAM).startswith(PROGRAM):
+        return f"{PROGRAM}: cannot import {error.name}: {error}"
+    return None
+
+
+def _abandon_stdout() -> None:
+    """Flushes what can still be written; what cannot is dropped, so that the exit itself does not fail."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
