@@ -27,7 +27,7 @@ Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class Header(Frozen):
     """What made the rows of a file."""
 
-    schema_: Literal["oomguard.rows/1"] = Field(SCHEMA, alias="schema")
+    schema_: Literal["oomguard.rows/1"] = Field(default=SCHEMA, alias="schema")
     machine: str
     system: str
     mlx: str
