@@ -115,6 +115,10 @@ class Region:
     ``fast.<name>`` (a call of ``mx.fast.<name>``, its keyword arguments in ``arguments``). Regions nest, and
     ``Graph.between`` gives the nodes of one. ``inputs`` holds every array argument of the call in order, the
     parameters of a module among them where the call receives them; ``outputs`` what it returned.
+
+    Its backward is what stands between ``cotangents`` (of each output, as they enter) and ``gradients`` (of
+    each input, as they leave, before they are added to what other readers of that input contribute); None
+    where nothing is differentiated. ``marks`` finds both.
     """
 
     kind: str
@@ -123,6 +127,8 @@ class Region:
     outputs: list[int]
     block: int = -1
     arguments: dict[str, Any] = field(default_factory=dict)
+    cotangents: list[int | None] = field(default_factory=list)
+    gradients: list[int | None] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -309,6 +315,8 @@ class Graph:
         for region in self.regions:
             region.inputs = [get(i, i) for i in region.inputs]
             region.outputs = [get(i, i) for i in region.outputs]
+            region.cotangents = [i if i is None else get(i, i) for i in region.cotangents]
+            region.gradients = [i if i is None else get(i, i) for i in region.gradients]
 
     def clone(
         self, nodes: Iterable[Node], substitute: dict[int, int], phase: Phase | None = None
@@ -413,7 +421,16 @@ class Graph:
             other.nodes.append(node)
         other.evaluations = [Evaluation(e.outputs[:], set(e.held)) for e in self.evaluations]
         other.regions = [
-            Region(r.kind, r.name, r.inputs[:], r.outputs[:], r.block, dict(r.arguments))
+            Region(
+                r.kind,
+                r.name,
+                r.inputs[:],
+                r.outputs[:],
+                r.block,
+                dict(r.arguments),
+                r.cotangents[:],
+                r.gradients[:],
+            )
             for r in self.regions
         ]
         return other
