@@ -1,0 +1,342 @@
+"""``oomguard measure``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from oomguard.config import CheckpointPolicy, Dtype, ModelConfig, Optimizer, StepConfig
+from oomguard.errors import InputError, MeasureError
+from oomguard.rows import SCHEMA, Row, read_rows
+from oomguard.units import format_bytes, format_seconds, parse_bytes
+
+HELP = """Run a training step in a process of its own and keep what it peaked at.
+
+\b
+  oomguard measure --preset huge --batch 4 --grad-checkpoint every
+  oomguard measure --case NAME                one of --list-cases
+  oomguard measure train.py:build_step        a step of your own
+  oomguard measure sweep.json --out rows.jsonl
+  oomguard measure rows.jsonl                 show measured rows
+
+Memory is read from step 2 on, the peak reset before each step: the median of --steps steps, and how far
+apart they lie. "sequenced" is the same with MLX's memory limit at 0, where nothing runs ahead. A sweep can be
+stopped at any moment; the same command goes on where it stopped. A step that dies is a row that says why.
+
+FILE.py:FUNCTION names a function that builds a step and returns a callable without arguments; the callable
+runs one step and evaluates it.
+"""
+
+
+@click.command(help=HELP)
+@click.argument("target", required=False)
+@click.option("--preset", help="A shipped shape: tiny, small, huge, mega, behemoth, titan.")
+@click.option("--config", type=click.Path(), help="A shape of your own, as JSON.")
+@click.option("--case", help="A named step (--list-cases).")
+@click.option("--list-cases", is_flag=True, help="The named steps.")
+@click.option("--batch", type=int, help="Sequences of a micro-batch.  [default: 1]")
+@click.option("--ctx", type=int, help="Tokens of a sequence.  [default: the shape's context]")
+@click.option("--grad-checkpoint", metavar="POLICY", help="none, every, stride=K, blocks=N, attention, …")
+@click.option("--dtype", type=click.Choice(get_args(Dtype)))
+@click.option("--optimizer", type=click.Choice(get_args(Optimizer)))
+@click.option("--accumulate", type=int, help="Micro-batches of one update.")
+@click.option("--one-graph", is_flag=True, help="Accumulate without evaluating each micro-batch.")
+@click.option("--clip", is_flag=True, help="Clip the gradients by their global norm.")
+@click.option("--no-compile", is_flag=True, help="Run the step eagerly.")
+@click.option("--steps", type=click.IntRange(1, 1000), default=3, show_default=True, help="Measured steps.")
+@click.option("--no-sequenced", is_flag=True, help="Leave out the steps with the memory limit at 0.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0.1),
+    default=900,
+    show_default=True,
+    help="Seconds a child may take.",
+)
+@click.option(
+    "--memory", metavar="SIZE", help="What a child may hold.  [default: what is free when it starts]"
+)
+@click.option("--force", is_flag=True, help="Run a step even if it cannot fit.")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False),
+    help="Row file to add to.  [default for a sweep: NAME.rows.jsonl]",
+)
+@click.option("--retry", is_flag=True, help="Measure failed rows of the file again.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(target: str | None, list_cases: bool, as_json: bool, **options: Any) -> int:
+    if list_cases:
+        return _list_cases(as_json)
+    if target is not None and _is_row_file(target):
+        _refuse_beside(target, options, but=())
+        return _show(read_rows(target)[1], as_json)
+    return _run(target, as_json, options)
+
+
+def _run(target: str | None, as_json: bool, options: dict[str, Any]) -> int:
+    from oomguard.measure.blas import missing_blas_hint
+    from oomguard.measure.collect import check_task, measure_task
+    from oomguard.measure.task import Settings
+
+    memory = None if options["memory"] is None else parse_bytes(options["memory"])
+    if memory is not None and memory <= 0:
+        raise InputError("--memory 0 leaves nothing to run in; write it as 4GB or 512MiB")
+    settings = Settings(
+        steps=options["steps"],
+        sequenced=not options["no_sequenced"],
+        timeout_seconds=options["timeout"],
+        max_memory_bytes=memory,
+        force=options["force"],
+    )
+    tasks, note, out = _what_to_run(target, options)
+    hint = missing_blas_hint()
+    if hint:
+        click.echo(f"note: {hint}", err=True)
+    if out is not None:
+        return _sweep(tasks, note, out, settings, options["retry"], as_json)
+    check_task(tasks[0])
+    with _status(tasks[0].label) as tell:
+        row = measure_task(tasks[0], settings, tell)
+    return _show([row], as_json)
+
+
+def _what_to_run(target: str | None, options: dict[str, Any]) -> tuple[Sequence[Any], str, Path | None]:
+    """The tasks, a note for a new row file, and the row file (None: only print)."""
+    from oomguard.measure.sweep_file import read_sweep
+    from oomguard.measure.task import Task
+
+    out = None if options["out"] is None else Path(options["out"])
+    if target is not None and _is_function(target):
+        _refuse_beside(target, options)
+        return [Task(function=target)], "", out
+    if target is not None:
+        _refuse_beside(target, options)
+        sweep = read_sweep(target)
+        return sweep.tasks, sweep.note, out or Path(f"{Path(target).stem}.rows.jsonl")
+    if options["case"] is not None:
+        _refuse_beside("--case", {**options, "case": None})
+        return [Task(case=options["case"])], "", out
+    model = _model(options["preset"], options["config"])
+    return [Task(model=model, step=_step(model, options))], "", out
+
+
+def _is_function(target: str) -> bool:
+    return ".py:" in target or (target.endswith(".py") and not target.endswith(".jsonl"))
+
+
+def _is_row_file(target: str) -> bool:
+    """Whether the file's first line is a row file's header."""
+    try:
+        with Path(target).open("rb") as file:
+            first = json.loads(file.readline())
+    except (OSError, ValueError):
+        return False
+    return isinstance(first, dict) and str(first.get("schema", "")).startswith(SCHEMA.split("/")[0])
+
+
+CHOOSES = ("preset", "config", "case", "batch", "ctx", "grad_checkpoint", "dtype", "optimizer", "accumulate")
+CHOOSES_FLAGS = ("one_graph", "clip", "no_compile")
+
+
+def _refuse_beside(target: str, options: dict[str, Any], but: tuple[str, ...] = ()) -> None:
+    """An option that chooses a step says nothing beside a target that already is one."""
+    given = [key for key in CHOOSES if options[key] is not None] + [
+        key for key in CHOOSES_FLAGS if options[key]
+    ]
+    if given:
+        raise InputError(f"{target} says what to run; --{given[0].replace('_', '-')} cannot stand beside it")
+
+
+def _model(preset_name: str | None, config: str | None) -> ModelConfig:
+    from oomguard.presets import preset
+
+    if preset_name is not None and config is not None:
+        raise InputError("--preset and --config both give a shape: give one")
+    if config is not None:
+        return ModelConfig.from_file(config)
+    if preset_name is None:
+        raise InputError(
+            "nothing to measure: give --preset, --config, --case, FILE.py:FUNCTION or a sweep file"
+        )
+    return preset(preset_name)
+
+
+def _step(model: ModelConfig, options: dict[str, Any]) -> StepConfig:
+    from pydantic import ValidationError
+
+    from oomguard.config import first_problem
+
+    given = {
+        "batch": 1 if options["batch"] is None else options["batch"],
+        "seq_len": model.context if options["ctx"] is None else options["ctx"],
+        "accumulate": options["accumulate"],
+        "dtype": options["dtype"],
+        "optimizer": options["optimizer"],
+        "evaluate_micro_steps": False if options["one_graph"] else None,
+        "clip_norm": options["clip"] or None,
+        "compiled": False if options["no_compile"] else None,
+    }
+    if options["grad_checkpoint"] is not None:
+        given["checkpoint"] = CheckpointPolicy.parse(options["grad_checkpoint"])
+    try:
+        return StepConfig.model_validate({key: value for key, value in given.items() if value is not None})
+    except ValidationError as error:
+        raise InputError(first_problem(error)) from error
+
+
+def _sweep(tasks: Sequence[Any], note: str, out: Path, settings: Any, retry: bool, as_json: bool) -> int:
+    from oomguard.measure.collect import sweep
+
+    rows: list[Row] = []
+    fresh: Counter[str] = Counter()
+    with _progress(len(tasks)) as bar:
+        try:
+            for step in sweep(
+                tasks, out, settings, command=_command_line(), note=note, retry=retry, on_progress=bar.doing
+            ):
+                rows.append(step.row)
+                fresh["kept" if step.kept else step.row.status] += 1
+                bar.finished(step)
+        except KeyboardInterrupt:
+            bar.stop()
+            click.echo(
+                f"stopped: {len(rows)} of {len(tasks)} rows are in {out}; the same command goes on", err=True
+            )
+            raise
+        except MeasureError:
+            bar.stop()
+            raise
+    click.echo(
+        f"{out}: {fresh['ok']} measured, {fresh['failed']} failed, {fresh['kept']} were there already",
+        err=True,
+    )
+    return _show(rows, as_json)
+
+
+def _command_line() -> str:
+    return shlex.join(["oomguard", *sys.argv[1:]])
+
+
+def _show(rows: Sequence[Row], as_json: bool) -> int:
+    """Prints rows; 1 when one of them failed."""
+    if as_json:
+        values = [row.model_dump(mode="json", exclude_none=True) for row in rows]
+        click.echo(json.dumps({"schema": "oomguard.measure/1", "rows": values}, indent=1))
+    else:
+        from rich.console import Console
+
+        from oomguard.measure.table import rows_table
+
+        width = None if sys.stdout.isatty() else 160
+        Console(width=width, highlight=False).print(rows_table(rows))
+    return 1 if any(row.status == "failed" for row in rows) else 0
+
+
+def _list_cases(as_json: bool) -> int:
+    from oomguard.calibration.cases import CASES
+
+    if as_json:
+        click.echo(json.dumps({name: case.about for name, case in CASES.items()}, indent=1))
+        return 0
+    width = max(map(len, CASES))
+    for name, case in CASES.items():
+        click.echo(f"{name:{width}}  {case.about}")
+    return 0
+
+
+class _Lines:
+    """Progress where nobody looks at a terminal: one line a finished row."""
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        pass
+
+    def doing(self, task: Any, what: str) -> None:
+        pass
+
+    def finished(self, step: Any) -> None:
+        if not step.kept:
+            click.echo(
+                f"[{step.done}/{step.total}] {_result(step.row, step.task)}{_time_left(step)}", err=True
+            )
+
+
+class _Bar(_Lines):
+    """A progress bar on stderr with what runs and the time left."""
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._progress = Progress(
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]}"),
+            TextColumn("{task.description}", markup=False),
+            console=Console(stderr=True),
+        )
+        self._id = self._progress.add_task("", total=total, left="")
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+    def doing(self, task: Any, what: str) -> None:
+        self._progress.update(self._id, description=f"{task.label}: {what}")
+
+    def finished(self, step: Any) -> None:
+        self._progress.update(self._id, completed=step.done, left=_time_left(step).strip(", "))
+        if not step.kept:
+            self._progress.console.print(_result(step.row, step.task), markup=False, highlight=False)
+
+
+def _progress(total: int) -> _Lines:
+    return _Bar(total) if sys.stderr.isatty() else _Lines()
+
+
+def _result(row: Row, task: Any) -> str:
+    if row.status == "failed":
+        return f"{task.label}: failed, {row.reason}"
+    assert row.peak_bytes is not None
+    return f"{task.label}: {format_bytes(row.peak_bytes)}"
+
+
+def _time_left(step: Any) -> str:
+    if step.done == step.total:
+        return ""
+    return f", {format_seconds(step.seconds_left)} left" if step.seconds_left != float("inf") else ""
+
+
+class _status:
+    """One line on a terminal that says what the child does; nothing elsewhere."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._live: Any = None
+
+    def __enter__(self) -> Callable[[str], None] | None:
+        if not sys.stderr.isatty():
+            return None
+        from rich.console import Console
+
+        self._live = Console(stderr=True).status(f"{self._label}: starting")
+        self._live.start()
+        return lambda what: self._live.update(f"{self._label}: {what}")
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()

@@ -1,0 +1,242 @@
+"""The child process: builds one step, runs it, says what it peaked at, and ends.
+
+Run as ``python -m oomguard.measure.worker RESULT_FD``. The order comes as one JSON line on stdin, which the
+parent then keeps open: its end means that the parent is gone, and so must this process be. Messages leave as
+JSON lines on the result descriptor, so that whatever a user's step prints cannot damage them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib.util
+import json
+import os
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from oomguard.errors import InputError, MeasureError, OomguardError
+from oomguard.measure.blas import loaded_blas
+from oomguard.measure.provenance import Backend, machine, mlx_version
+from oomguard.measure.task import Task
+
+Run = Callable[[], object]
+PR_SET_PDEATHSIG = 1
+GUARD_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the parent wants: the task, how often, and the limit on MLX's active memory."""
+
+    task: Task
+    steps: int
+    sequenced: bool
+    memory_limit_bytes: int
+    parent: int
+
+    @classmethod
+    def from_json(cls, line: str) -> Order:
+        value = json.loads(line)
+        return cls(task=Task.model_validate(value.pop("task")), **value)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured step."""
+
+    peak_bytes: int
+    active_bytes: int
+    cache_bytes: int
+    seconds: float
+
+
+class Messages:
+    """JSON lines to the parent."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+
+    def send(self, kind: str, **values: Any) -> None:
+        with self._lock:
+            self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+            self._file.flush()
+
+
+def main() -> None:
+    """Measures the task read from stdin."""
+    _die_with_the_parent()
+    messages = Messages(os.fdopen(int(sys.argv[1]), "w"))
+    line = sys.stdin.readline()
+    if not line.endswith("\n"):
+        sys.exit(1)
+    order = Order.from_json(line)
+    if os.getppid() != order.parent:
+        sys.exit(1)
+    _offer_to_die_first()
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    try:
+        _measure(order, messages)
+    except OomguardError as error:
+        messages.send("failed", reason=str(error), input=isinstance(error, InputError))
+        sys.exit(3)
+    except Exception as error:
+        messages.send("failed", reason=f"{type(error).__name__}: {error}", input=False)
+        raise
+    messages.send("done")
+
+
+def _die_with_the_parent() -> None:
+    """Linux: the kernel ends this process when its parent dies, whatever either is doing."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _end_with_stdin() -> None:
+    """Everywhere: the parent holds the other end of stdin, so its end is the parent's."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(1)
+
+
+def _offer_to_die_first() -> None:
+    """When memory runs out, the kernel should take this process and no other."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _measure(order: Order, messages: Messages) -> None:
+    import mlx.core as mx
+
+    backend = _backend(mx)
+    messages.send("hello", backend=backend, mlx=mlx_version(), machine=machine(), blas=loaded_blas(backend))
+    limit = order.memory_limit_bytes
+    threading.Thread(target=_guard_memory, args=(mx, limit, messages), daemon=True).start()
+    messages.send("doing", what="building the step")
+    run = build(order.task)
+    messages.send("doing", what="step 1")
+    first = _sample(mx, run)
+    messages.send("first", peak_bytes=first.peak_bytes)
+    messages.send("default", **summary(_column(mx, run, order.steps, "step", messages)))
+    if order.sequenced:
+        mx.set_memory_limit(0)
+        messages.send("sequenced", **summary(_column(mx, run, order.steps, "sequenced step", messages)))
+
+
+def _backend(mx: Any) -> Backend:
+    if mx.default_device() == mx.Device(mx.cpu):
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def _guard_memory(mx: Any, limit_bytes: int, messages: Messages) -> None:
+    """Ends the process when MLX holds more than the limit.
+
+    The parent watches this process's resident memory too, but a GPU's buffers are not always in that.
+    """
+    while True:
+        active = mx.get_active_memory()
+        if active > limit_bytes:
+            messages.send("too large", active_bytes=active)
+            os._exit(4)
+        time.sleep(GUARD_SECONDS)
+
+
+def build(task: Task) -> Run:
+    """The callable that runs one evaluated step of the task.
+
+    Raises:
+        InputError: no such case, file or function, or the function does not return a callable.
+    """
+    if task.model is not None and task.step is not None:
+        from oomguard.model.step import build_step
+
+        return build_step(task.model, task.step).run
+    if task.case is not None:
+        from oomguard.calibration.cases import build_case
+
+        return build_case(task.case).run
+    assert task.function is not None
+    return load_function(task.function)
+
+
+def load_function(spec: str) -> Run:
+    """Imports ``FILE.py``, calls ``NAME()`` and checks that it returned a callable.
+
+    Args:
+        spec: ``FILE.py:NAME``. The file's folder is put first on the import path, as ``python FILE.py`` does.
+    """
+    path_text, _, name = spec.rpartition(":")
+    path = Path(path_text).resolve()
+    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or module_spec is None or module_spec.loader is None:
+        raise InputError(f"no Python file {path_text}")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.parent))
+    module_spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise InputError(f"{path_text} has no function {name!r}")
+    run = function()
+    if not callable(run):
+        raise InputError(
+            f"{spec} returned {type(run).__name__}; it must return a function without arguments that runs "
+            "one step and evaluates it"
+        )
+    return run  # type: ignore[no-any-return]
+
+
+def _column(mx: Any, run: Run, steps: int, what: str, messages: Messages) -> list[Sample]:
+    samples = []
+    for number in range(1, steps + 1):
+        messages.send("doing", what=f"{what} {number} of {steps}")
+        samples.append(_sample(mx, run))
+    return samples
+
+
+def _sample(mx: Any, run: Run) -> Sample:
+    """Runs one step. What it returns is dropped before memory is read: a loss kept is the caller's."""
+    gc.collect()
+    mx.synchronize()
+    mx.reset_peak_memory()
+    start = time.perf_counter()
+    run()
+    mx.synchronize()
+    seconds = time.perf_counter() - start
+    sample = Sample(mx.get_peak_memory(), mx.get_active_memory(), mx.get_cache_memory(), seconds)
+    if sample.peak_bytes < sample.active_bytes or sample.peak_bytes == 0:
+        raise MeasureError(
+            f"the step allocated less ({sample.peak_bytes} B) than is held after it "
+            f"({sample.active_bytes} B); does it run and evaluate anything?"
+        )
+    return sample
+
+
+def summary(samples: Sequence[Sample]) -> dict[str, int | float]:
+    """Medians and spread of a column; a median of bytes is one that was measured."""
+    peaks = [sample.peak_bytes for sample in samples]
+    seconds = [sample.seconds for sample in samples]
+    return {
+        "peak_bytes": statistics.median_low(peaks),
+        "low_bytes": min(peaks),
+        "high_bytes": max(peaks),
+        "active_bytes": statistics.median_low([sample.active_bytes for sample in samples]),
+        "cache_bytes": statistics.median_low([sample.cache_bytes for sample in samples]),
+        "seconds": statistics.median(seconds),
+        "seconds_spread": max(seconds) - min(seconds),
+        "steps": len(samples),
+    }
+
+
+if __name__ == "__main__":
+    main()
