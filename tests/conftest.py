@@ -66,8 +66,9 @@ class Environment:
 
     def pip_install(self, *arguments: str) -> None:
         """Installs without network and without dependencies: they come from the environment beside."""
-        command = [self.python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", *arguments]
-        run_checked(command)
+        # Ignoring what is installed: pip would find the oomguard of the environment beside and stop there.
+        options = ["--quiet", "--no-deps", "--no-index", "--ignore-installed"]
+        run_checked([self.python, "-m", "pip", "install", *options, *arguments])
 
 
 def run_checked(command: Sequence[str], cwd: Path | None = None) -> None:
