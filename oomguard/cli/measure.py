@@ -35,7 +35,19 @@ runs one step and evaluates it.
 """
 
 
-@click.command(help=HELP)
+class _Command(click.Command):
+    """Ends its help with the format of a sweep file, which only the help should have to import."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from oomguard.measure.sweep_file import FORMAT
+
+        with formatter.section("Sweep files"):
+            for paragraph in FORMAT.split("\n\n"):
+                formatter.write_paragraph()
+                formatter.write_text(paragraph)
+
+
+@click.command(cls=_Command, help=HELP)
 @click.argument("target", required=False)
 @click.option("--preset", help="A shipped shape: tiny, small, huge, mega, behemoth, titan.")
 @click.option("--config", type=click.Path(), help="A shape of your own, as JSON.")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -199,7 +201,8 @@ def _measure_into(
     if header.backend != row.backend:
         header = header.model_copy(update={"backend": row.backend})
     try:
-        append_row(path, header, row)
+        with _interrupt_waits():
+            append_row(path, header, row)
     except OSError as error:
         raise MeasureError(
             f"cannot store the row of {task.label} in {path}: {error.strerror}; the rows before it are kept, "
@@ -254,6 +257,22 @@ def _locked(path: Path) -> Iterator[None]:
         finally:
             if os.fstat(file.fileno()).st_size == 0:
                 path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _interrupt_waits() -> Iterator[None]:
+    """Ctrl-C inside the block takes effect when it is left: a measured row is stored whole."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = []
+    before = signal.signal(signal.SIGINT, lambda *_: came.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
 
 
 class _Clock:

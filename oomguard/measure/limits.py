@@ -8,6 +8,7 @@ from oomguard.config import ITEM_BYTES, ModelConfig, StepConfig
 
 KEEP_FREE_FRACTION = 0.05
 KEEP_FREE_BYTES = 256 << 20
+CRITICAL_BYTES = 128 << 20
 MOMENTS = {"sgd": 1, "adam": 2, "adamw": 2, "lion": 1, "adafactor": 0, "muon": 1}
 
 

@@ -120,9 +120,10 @@ def _started(task: Task, settings: Settings, limit: int) -> Iterator[_Child]:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Ends the child and what it started (it leads a session of its own), and collects it."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     if process.stdin is not None:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
@@ -185,6 +186,11 @@ class _Watch:
             self._outcome.reason = f"took longer than {allowed} (while {_during(self._outcome.doing)})"
         elif resident > self._limit:
             self._outcome.reason = self._too_large(resident)
+        elif (left := limits.available_bytes()) < limits.CRITICAL_BYTES:
+            self._outcome.reason = (
+                f"ended: the machine had only {format_bytes(left)} left, the step held "
+                f"{format_bytes(resident)} (while {_during(self._outcome.doing)})"
+            )
 
     def _resident_bytes(self) -> int:
         import psutil
