@@ -1,15 +1,20 @@
-"""Option types the commands share: each reads what a person writes and, on a mistake, says what would work."""
+"""Option types the commands share: each reads what a person writes, or says what would work."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
 from oomguard.config import OPTIMIZERS, CheckpointPolicy, ModelConfig
 from oomguard.errors import InputError
+
+if TYPE_CHECKING:
+    _ParamType = click.ParamType[Any]
+else:
+    _ParamType = click.ParamType  # not generic before click 8.4
 
 AUTO: Literal["auto"] = "auto"
 
@@ -38,7 +43,7 @@ def near_names(value: str, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(near)}?" if near else f"choose {', '.join(names)}"
 
 
-class Reader(click.ParamType):
+class Reader(_ParamType):
     """A value read by ``read``; its InputError is told with the option's name in front."""
 
     def __init__(self, name: str, read: Callable[[str], Any], metavar: str | None = None) -> None:
@@ -165,7 +170,7 @@ def chosen_model(preset: ModelConfig | None, config: Path | None) -> ModelConfig
 
 
 def step_options(command: Command) -> Command:
-    """``--ctx --optimizer --dtype --clip/--no-clip --compile/--no-compile``: what a step is, besides its batch."""
+    """``--ctx --optimizer --dtype --clip --compile``: what a step is, besides its batch and policy."""
     options = (
         click.option("--ctx", type=COUNT, help="Tokens a sequence; the model's context if not given."),
         click.option(
