@@ -21,7 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from oomguard.config import CheckpointPolicy, Segment
 from oomguard.errors import InputError
@@ -83,21 +83,22 @@ def checkpoint_layers(
 ) -> CheckpointHandle:
     """Applies a checkpoint policy to layers that a model calls one after the other.
 
-    Works on any ``mlx.nn.Module`` layers (``model.layers`` of an mlx-lm model), with further arguments (masks,
-    keyword arguments, ``cache=None``). Apply it before the step is compiled: a compiled step is already traced.
+    Works on any ``mlx.nn.Module`` layers (``model.layers`` of an mlx-lm model), with further arguments
+    (masks, keyword arguments, ``cache=None``). Apply it before the first call of a compiled step: later, the
+    step is already traced.
 
     Limits:
         - A layer that keeps state between calls (batch norm statistics) cannot be recomputed.
         - A call with an object that is no array, number or text (a key-value cache) runs without recompute.
         - A stride of 2 and more runs a segment when its *last* layer is called: the layers before return a
-          placeholder of their input's shape. So the model must hand each layer's output, one array, straight to
-          the next. A layer called out of turn raises; a placeholder used for anything else is NaN.
-        - ``attention`` recomputes calls of ``mx.fast.scaled_dot_product_attention`` inside the layers; a layer
-          that makes none raises when it is called.
+          placeholder of their input's shape. So the model must hand each layer's output, one array, straight
+          to the next. A layer called out of turn raises; a placeholder used for anything else is NaN.
+        - ``attention`` recomputes the calls of ``mx.fast.scaled_dot_product_attention`` inside the layers; a
+          layer that makes none raises when it is called.
 
     Args:
         layers: the layers in the order they are called; the list itself is not changed.
-        policy: a ``CheckpointPolicy`` or its text: ``"every"``, ``"stride=4"``, ``"blocks=8"``, ``"attention"``...
+        policy: a ``CheckpointPolicy`` or its text: ``"every"``, ``"stride=4"``, ``"blocks=8"``...
         block_to_boundary: bytes one layer saves over bytes of the tensor between layers, for ``stride=auto``.
 
     Returns:
@@ -160,25 +161,25 @@ class _Region:
             if i > 0:
                 if not isinstance(output, mx.array):
                     raise InputError(
-                        f"layer {self.start + i - 1} returns a {type(output).__name__}, and a segment of several "
-                        "layers needs one array between them; use every or blocks=N"
+                        f"layer {self.start + i - 1} returns a {type(output).__name__}, and a segment of "
+                        "several layers needs one array between them; use every or blocks=N"
                     )
                 args = (output, *args[1:])
             output = forward(layer, *args, **kwargs)
         return output
 
     def recompute(self, transform: Callable[[Forward], Forward], calls: list[Call]) -> Any:
-        """``run`` under ``transform``, as a function of everything a gradient or a random number depends on."""
+        """``run`` under ``transform``, a function of all that gradients and random numbers depend on."""
 
         def segment(parameters: list[Any], random_key: mx.array, calls: list[Call]) -> tuple[Any, ...]:
             random_key = mx.stop_gradient(random_key)
             with _lent_parameters(self.layers, parameters), _lent_random_state(random_key):
                 output = self.run(tree_map(_constant_if_whole, calls))
-                left = mx.random.state[0]
+                left = _random_state()[0]
                 return (output, left) if left is not random_key else (output,)
 
         parameters = [layer.trainable_parameters() for layer in self.layers]
-        output, *random_key = transform(segment)(parameters, mx.random.state[0], calls)
+        output, *random_key = transform(segment)(parameters, _random_state()[0], calls)
         if random_key:
             _random_state()[0] = random_key[0]
         return output
@@ -246,8 +247,8 @@ def _placeholder(args: tuple[Any, ...], layer_number: int) -> mx.array:
     x = args[0] if args else None
     if not isinstance(x, mx.array) or not mx.issubdtype(x.dtype, mx.floating):
         raise InputError(
-            f"layer {layer_number} needs an array of floats as its first argument to be in a segment of several "
-            "layers; use every or blocks=N"
+            f"layer {layer_number} needs an array of floats as its first argument to be in a segment of "
+            "several layers; use every or blocks=N"
         )
     return mx.full(x.shape, float("nan"), dtype=x.dtype)
 
@@ -282,7 +283,7 @@ def _recomputed_attention() -> Iterator[list[None]]:
             cores.append(None)
             return mx.checkpoint(original)(*args, **kwargs)
 
-        mx.fast.scaled_dot_product_attention = checkpointed  # type: ignore[assignment]
+        mx.fast.scaled_dot_product_attention = checkpointed
         try:
             yield cores
         finally:
@@ -292,8 +293,8 @@ def _recomputed_attention() -> Iterator[list[None]]:
 def _bare_recompute(function: Forward) -> Forward:
     """A custom function whose VJP runs ``function`` again, with nothing that orders it after the forward.
 
-    ``mx.compile`` is free to merge the second run with the first where they are equal, which takes back part of
-    the saving; ``mx.checkpoint`` is the same with a dependency on the outputs. Kept to explain and compare.
+    ``mx.compile`` is free to merge the second run with the first where they are equal, which takes back part
+    of the saving; ``mx.checkpoint`` has a dependency on the outputs besides. Kept to explain and compare.
     """
 
     def recomputed(*args: Any) -> Any:
@@ -332,7 +333,9 @@ def _slot(leaf: Any, leaves: list[mx.array]) -> Any:
 def _is_transparent(calls: list[Call]) -> bool:
     """Whether every argument is an array or a plain constant, so that a second run sees the same values."""
     plain = (mx.array, str, int, float, bool, type(None))
-    return all(isinstance(leaf, plain) for _, leaf in tree_flatten(calls))
+    leaves: list[Any] = []
+    tree_map(leaves.append, calls)
+    return all(isinstance(leaf, plain) for leaf in leaves)
 
 
 @contextmanager
@@ -363,8 +366,9 @@ def _lent_random_state(random_key: mx.array) -> Iterator[None]:
 def _random_state() -> list[mx.array]:
     """The list of one key that ``mx.random`` draws from.
 
-    MLX once exposed the list itself as ``mx.random.state``; now that is a view that cannot be assigned to, and
-    the list is what its iterator walks over.
+    MLX once exposed the list itself as ``mx.random.state``; now that is a view that cannot be assigned to,
+    and the list is what its iterator walks over.
     """
-    state = mx.random.state
-    return state if isinstance(state, list) else iter(state).__reduce__()[1][0]
+    view: Any = mx.random.state
+    state: list[mx.array] = view if isinstance(view, list) else iter(view).__reduce__()[1][0]
+    return state

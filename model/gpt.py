@@ -81,7 +81,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def __call__(self, x: mx.array, keys: mx.array | None = None) -> mx.array:
-        """(batch, tokens, d_model) to the same shape; ``keys`` are the two random keys of its dropout, (2, 2)."""
+        """(batch, tokens, d_model) to the same shape; ``keys`` are its two dropouts' random keys, (2, 2)."""
         attention_key, mlp_key = (None, None) if keys is None else (keys[0], keys[1])
         x = x + dropout(self.attention(self.attention_norm(x)), self.dropout_rate, attention_key)
         return x + dropout(self.mlp(self.mlp_norm(x)), self.dropout_rate, mlp_key)
@@ -116,10 +116,11 @@ class GPT(nn.Module):
         x = dropout(x, self.dropout_rate, None if keys is None else keys[0, 0])
         for i, block in enumerate(self.blocks, start=1):
             x = block(x) if keys is None else block(x, keys[i])
-        return self.tokens.as_linear(self.norm(x))
+        logits: mx.array = self.tokens.as_linear(self.norm(x))
+        return logits
 
     def _dropout_keys(self) -> mx.array | None:
-        """Two keys for the embeddings (one is used) and each block, (1 + n_layers, 2, 2); None without dropout."""
+        """Two keys for the embeddings (one is used) and for each block, (1 + n_layers, 2, 2)."""
         if not self.training or self.dropout_rate == 0:
             return None
         return mx.random.randint(0, 2**32 - 1, (1 + len(self.blocks), 2, 2), dtype=mx.uint32)

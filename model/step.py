@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -36,8 +36,8 @@ HALF_SQUARE_EPS = 1e-6
 class Recipe:
     """Settings of a step that no byte depends on.
 
-    ``learning_rate`` is a number, or a function of the optimizer's step count (an array) to a scalar array: it
-    becomes part of the graph, so a schedule neither recompiles nor leaves the state.
+    ``learning_rate`` is a number, or a function of the optimizer's step count (an array) to a scalar array:
+    it becomes part of the graph, so a schedule neither recompiles nor leaves the state.
     """
 
     learning_rate: float | Schedule = 3e-4
@@ -52,9 +52,9 @@ class BuiltStep:
     Attributes:
         state: what ``mx.compile`` takes as inputs and outputs and ``mx.eval`` evaluates, in mlx-lm's order:
             the module's state, the optimizer's, the random state.
-        plain: the step as a Python function, ``plain(micro_batches, gradients, update) -> (loss, gradients)``: the
-            losses of all micro-batches summed, their gradients added to ``gradients`` (None for none yet); with
-            ``update`` the sum is averaged and applied, and None comes back in its place.
+        plain: the step as a Python function, ``plain(micro_batches, gradients, update)`` to ``(loss,
+            gradients)``: the losses of all micro-batches summed, their gradients added to ``gradients`` (None
+            for none yet); with ``update`` the sum is averaged and applied, and None comes back in its place.
         compiled: ``plain`` under ``mx.compile``, or None when the step is not compiled.
         batch: ``step.accumulate`` micro-batches of the step's shape.
     """
@@ -100,7 +100,7 @@ class BuiltStep:
         """The mean loss of one micro-batch without dropout and without gradients, in nats a token."""
         self.model.eval()
         try:
-            return float(self._validation(inputs, targets).item())
+            return cast(float, self._validation(inputs, targets).item())
         finally:
             self.model.train()
 
@@ -119,8 +119,8 @@ def build_step(
         model: the shape.
         step: the settings that decide the peak.
         seed: of parameters, batch and dropout; sets the global random state.
-        evaluated: whether parameters, optimizer state and batch are evaluated. Without, nothing takes memory and
-            a step of any size can be captured.
+        evaluated: whether parameters, optimizer state and batch are evaluated. Without, nothing takes memory
+            and a step of any size can be captured.
         recipe: learning rate, clipping norm and weight decay.
 
     Raises:
@@ -161,24 +161,24 @@ def build_step(
 def make_optimizer(step: StepConfig, recipe: Recipe) -> optim.Optimizer:
     """The optimizer of ``mlx.optimizers``; its state is in the parameters' dtype.
 
-    Muon updates the matrices of the blocks, and AdamW the rest (embeddings, norms, biases), as its authors say.
+    Muon updates the matrices of the blocks and AdamW the rest (embeddings, norms, biases), as Muon asks for.
     """
     rate, decay = recipe.learning_rate, recipe.weight_decay
     half = step.dtype == "float16"
-    eps = {"eps": HALF_EPS} if half else {}
+    eps = HALF_EPS if half else 1e-8
     if step.optimizer == "sgd":
         return optim.SGD(rate, momentum=SGD_MOMENTUM)
     if step.optimizer == "adam":
-        return optim.Adam(rate, **eps)
+        return optim.Adam(rate, eps=eps)
     if step.optimizer == "adamw":
-        return optim.AdamW(rate, weight_decay=decay, **eps)
+        return optim.AdamW(rate, weight_decay=decay, eps=eps)
     if step.optimizer == "lion":
         return optim.Lion(rate, weight_decay=decay)
     if step.optimizer == "adafactor":
         square_eps = HALF_SQUARE_EPS if half else 1e-30
         return optim.Adafactor(rate, eps=(square_eps, 1e-3), relative_step=False, weight_decay=decay)
     matrices = optim.Muon(rate, weight_decay=decay)
-    return optim.MultiOptimizer([matrices, optim.AdamW(rate, weight_decay=decay, **eps)], [is_muon_matrix])
+    return optim.MultiOptimizer([matrices, optim.AdamW(rate, weight_decay=decay, eps=eps)], [is_muon_matrix])
 
 
 def is_muon_matrix(path: str, parameter: mx.array) -> bool:
@@ -206,11 +206,12 @@ def _step_function(
     def train_step(
         micro_batches: list[MicroBatch], gradients: Gradients, update: bool
     ) -> tuple[mx.array, Gradients]:
-        total = None
+        losses = []
         for inputs, targets in micro_batches:
             value, new = loss_and_gradients(inputs, targets)
-            total = value if total is None else total + value
+            losses.append(value)
             gradients = new if gradients is None else tree_map(mx.add, new, gradients)
+        total = sum(losses[1:], losses[0])
         if not update:
             return total, gradients
         if step.accumulate > 1:
@@ -232,11 +233,11 @@ def _random_batch(model: ModelConfig, step: StepConfig, seed: int) -> list[Micro
 
 
 def _block_to_boundary(model: ModelConfig, step: StepConfig) -> float:
-    """Elements a block of the GPT saves, over those of the tensor between two blocks; decides ``stride=auto``.
+    """Elements a block of the GPT saves over those of the tensor between two blocks; for ``stride=auto``.
 
     Counts, in units of tokens x d_model: both norms' inputs and outputs, queries, keys, values, the mixed
-    heads, two residual sums (10), the MLP's wide tensors before, inside and after GELU (3 d_mlp / d_model), and
-    two tensors of scores (2 heads x seq_len / d_model).
+    heads, two residual sums (10), the MLP's wide tensors before, inside and after GELU (3 d_mlp / d_model),
+    and two tensors of scores (2 heads x seq_len / d_model).
     """
     wide = 3 * model.d_mlp / model.d_model
     scores = 2 * model.n_heads * step.seq_len / model.d_model
