@@ -1,0 +1,326 @@
+"""Turns a captured step without checkpointing into the step a checkpoint policy would have built.
+
+What ``mx.checkpoint(f)`` adds to a graph (``checkpoint``, ``custom_function`` in MLX's ``transforms.cpp``):
+
+- in the forward, a ``CustomTransforms`` that takes f's arguments and results and hands the results on. It
+  allocates nothing, stops fusion, and is what everything after f reads;
+- in the backward, one ``Depends`` over (arguments, results of the CustomTransforms). It hands the arguments
+  on, and as it also waits for the results, nothing that reads it can run before the forward of f has;
+- f once more, from what ``Depends`` hands on, and f's backward, which reads that second forward and those
+  arguments only. So no array made inside f is read by the backward, and all are free when f is done.
+
+A bare ``mx.custom_function`` whose gradient runs f again has no ``Depends``: the second forward reads f's
+arguments themselves, and is therefore equal, primitive by primitive, to the first. ``mx.compile`` merges
+equal primitives, and with them goes the saving, down to the first primitive that cannot be merged (one
+without inputs, as ``Arange``, has no common reader to be found by). ``simplify`` does the same to the graph
+made here.
+
+Arguments are the parameters that are differentiated, in the module's order, and the inputs; what f reads
+otherwise (frozen weights, constants) the second forward reads again where it is. Parts of f that depend on
+no argument, a causal mask for one, are built a second time, as MLX does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from oomguard.config import CheckpointPolicy, Segment
+from oomguard.errors import TraceError
+from oomguard.trace.graph import Graph, Node, Phase, Region
+
+
+def apply_policy(graph: Graph, policy: CheckpointPolicy, *, block_to_boundary: float | None = None) -> Graph:
+    """The graph of the same step under ``policy``.
+
+    Args:
+        graph: a captured step in which no block is recomputed, with its ``block`` regions; unchanged.
+        policy: which blocks, and how.
+        block_to_boundary: bytes a block saves over bytes between two blocks, for ``stride=auto``; taken
+            from the graph where not given.
+
+    Returns:
+        A new graph, in topological order, with the captured regions.
+
+    Raises:
+        TraceError: the policy recomputes blocks or attention and the graph has none.
+    """
+    ratio = saved_ratio(graph) if block_to_boundary is None else block_to_boundary
+    segments = policy.segments(len(block_calls(graph)), ratio)
+    if not segments and policy.policy != "none":
+        raise TraceError(f"{policy} recomputes blocks, and the captured step has none; {_HOW_TO_NAME_BLOCKS}")
+    return recompute(graph, segments, bare=policy.policy == "custom_function")
+
+
+def recompute(graph: Graph, segments: Sequence[Segment], *, bare: bool = False) -> Graph:
+    """The graph of the same step with these segments recomputed in the backward.
+
+    Args:
+        graph: as in ``apply_policy``.
+        segments: not overlapping; where ``region`` is ``attention``, only the attention cores of the blocks.
+        bare: as a custom function without the ``Depends`` of ``mx.checkpoint``.
+
+    Raises:
+        TraceError: there is no such block, or no attention core in the blocks.
+    """
+    result = graph.copy()
+    blocks = block_calls(result)
+    calls: list[_Call] = []
+    for segment in segments:
+        if segment.stop > len(blocks):
+            raise TraceError(
+                f"blocks {segment.start} to {segment.stop}: the step has {len(blocks)}; {_HOW_TO_NAME_BLOCKS}"
+            )
+        for members in zip(*blocks[segment.start : segment.stop], strict=True):
+            if segment.region == "block":
+                calls.append(_joined(result, members))
+            else:
+                cores = [core for block in members for core in attention_cores(result, block)]
+                calls.extend(_joined(result, [core]) for core in cores)
+    if segments and not calls:
+        raise TraceError(
+            "no block calls mx.fast.scaled_dot_product_attention; recompute whole blocks instead"
+        )
+    _rewrite(result, calls, bare=bare)
+    return result
+
+
+def recompute_regions(graph: Graph, regions: Iterable[Region], *, bare: bool = False) -> Graph:
+    """The graph of the same step with ``mx.checkpoint`` around each of these regions, inner ones first.
+
+    Args:
+        graph: unchanged.
+        regions: of ``graph.regions``; one inside another is recomputed by both, as nested calls are.
+        bare: as in ``recompute``.
+    """
+    wanted = {id(region) for region in regions}
+    positions = [i for i, region in enumerate(graph.regions) if id(region) in wanted]
+    result = graph.copy()
+    for level in _by_depth(result, positions):
+        _rewrite(result, [_joined(result, [result.regions[i]]) for i in level], bare=bare)
+    return result
+
+
+def block_calls(graph: Graph) -> list[list[Region]]:
+    """For each block, its calls in order: one, or one for each micro-batch that the step accumulates."""
+    found: dict[int, list[Region]] = {}
+    for region in graph.regions:
+        if region.kind == "block":
+            found.setdefault(region.block, []).append(region)
+    return [found[block] for block in sorted(found)]
+
+
+def attention_cores(graph: Graph, block: Region) -> list[Region]:
+    """The attention regions inside one call of a block, the outermost where they nest."""
+    inside = {i for node in graph.region_nodes(block) for i in node.outputs}
+    cores = [r for r in graph.regions if r.kind in ATTENTION_KINDS and r.outputs[0] in inside]
+    named = [r for r in cores if r.kind == "attention"]
+    return named or cores
+
+
+def saved_ratio(graph: Graph) -> float:
+    """Bytes the middle block saves for its backward over the bytes that pass from one block to the next.
+
+    Saved are the arrays made inside the block and read by its backward; views of one buffer count once.
+    1.0 where there is no block.
+    """
+    blocks = block_calls(graph)
+    if not blocks:
+        return 1.0
+    call = _joined(graph, [blocks[len(blocks) // 2][0]])
+    inside, backward = _Sides(graph).of(call)
+    made = {i for node in inside for i in node.outputs}
+    read = {_viewed(graph, i) for node in backward for i in node.inputs if i in made}
+    saved = sum(graph.arrays[i].nbytes for i in read)
+    boundary = sum(graph.arrays[i].nbytes for i in call.outputs)
+    return max(1.0, saved / boundary) if boundary else 1.0
+
+
+ATTENTION_KINDS = ("attention", "fast.scaled_dot_product_attention")
+VIEWS = frozenset(
+    (
+        "Broadcast",
+        "Copy",
+        "Depends",
+        "ExpandDims",
+        "Flatten",
+        "Reshape",
+        "Slice",
+        "Squeeze",
+        "StopGradient",
+        "Transpose",
+        "Unflatten",
+    )
+)
+_HOW_TO_NAME_BLOCKS = "name the module's list of layers, or use mx.checkpoint in the step"
+
+
+def _viewed(graph: Graph, i: int) -> int:
+    """The array whose buffer ``i`` shows, taking every view for one."""
+    producer = graph.arrays[i].producer
+    while producer is not None and producer.primitive in VIEWS:
+        i = producer.inputs[graph.arrays[i].position]
+        producer = graph.arrays[i].producer
+    return i
+
+
+@dataclass(slots=True)
+class _Call:
+    """What one ``mx.checkpoint`` is around: blocks called one after the other, or one attention core."""
+
+    arguments: list[int]
+    outputs: list[int]
+    cotangents: list[int]
+    gradients: list[int]
+    block: int
+
+
+def _joined(graph: Graph, regions: Sequence[Region]) -> _Call:
+    """Regions that feed each other as one call: all parameters first, then what comes in from outside."""
+    parameters: list[int] = []
+    inputs: list[int] = []
+    gradients: list[int] = []
+    made: set[int] = set()
+    for region in regions:
+        for i, gradient in zip(region.inputs, region.gradients, strict=True):
+            if i in made:
+                continue
+            (parameters if graph.arrays[i].kind == "parameter" else inputs).append(i)
+            if gradient is not None:
+                gradients.append(gradient)
+        made.update(region.outputs)
+    last = regions[-1]
+    cotangents = [i for i in last.cotangents if i is not None]
+    return _Call(list(dict.fromkeys(parameters + inputs)), last.outputs[:], cotangents, gradients, last.block)
+
+
+def _by_depth(graph: Graph, positions: Sequence[int]) -> list[list[int]]:
+    """Positions in ``graph.regions``, grouped: a region stands in an earlier group than what holds it."""
+    made = {p: {i for n in graph.region_nodes(graph.regions[p]) for i in n.outputs} for p in positions}
+    inner: dict[int, int] = {}
+    for p in reversed(positions):
+        held = [q for q in positions if q > p and graph.regions[q].outputs[0] in made[p]]
+        inner[p] = 1 + max((inner[q] for q in held), default=-1)
+    return [
+        [p for p in positions if inner[p] == level] for level in range(max(inner.values(), default=-1) + 1)
+    ]
+
+
+class _Sides:
+    """Finds the forward and the backward nodes of calls; holds what is the same for all calls of a graph."""
+
+    def __init__(self, graph: Graph):
+        self.arrays = graph.arrays
+        self.order = {id(node): number for number, node in enumerate(graph.nodes)}
+        trained = {
+            i for r in graph.regions for i, g in zip(r.inputs, r.gradients, strict=True) if g is not None
+        }
+        self.outside = bytearray(len(graph.arrays))
+        for array in graph.arrays:
+            if array.kind in ("batch", "optimizer") or (array.kind == "parameter" and array.id in trained):
+                self.outside[array.id] = 1
+        for node in graph.nodes:
+            if any(self.outside[i] for i in node.inputs):
+                for i in node.outputs:
+                    self.outside[i] = 1
+
+    def of(self, call: _Call) -> tuple[list[Node], list[Node]]:
+        """The nodes of the call's forward, and those of its backward.
+
+        An array that the forward reads from outside without being given it (a mask kept in a closure) is not
+        made in it; what depends on nothing but constants and frozen weights is.
+        """
+        inside: list[Node] = []
+        depends = set(call.arguments)
+        for node in self._between(depends, call.outputs):
+            if any(i in depends for i in node.inputs):
+                depends.update(node.outputs)
+                inside.append(node)
+            elif not any(self.outside[i] for i in node.outputs):
+                inside.append(node)
+        stop = {i for node in inside for i in (*node.inputs, *node.outputs)}
+        stop.update(call.arguments, call.cotangents)
+        return inside, self._between(stop, call.gradients)
+
+    def _between(self, stop: set[int], outputs: Iterable[int]) -> list[Node]:
+        """``Graph.between`` without its pass over the whole graph."""
+        arrays, found = self.arrays, {}
+        stack = [i for i in outputs if i not in stop]
+        while stack:
+            node = arrays[stack.pop()].producer
+            if node is None or id(node) in found:
+                continue
+            found[id(node)] = node
+            stack.extend(i for i in node.inputs if i not in stop)
+        return sorted(found.values(), key=lambda node: self.order[id(node)])
+
+
+def _rewrite(graph: Graph, calls: Sequence[_Call], *, bare: bool) -> None:
+    """Recomputes calls that do not overlap, given in the order of the forward."""
+    sides = _Sides(graph)
+    found = [sides.of(call) for call in calls]
+    readers = graph.consumers()
+    handed_on: dict[int, int] = {}
+    for call, (inside, backward) in zip(calls, found, strict=True):
+        arguments = [handed_on.get(i, i) for i in call.arguments]
+        results = _hand_on(
+            graph, "CustomTransforms", call.outputs, [*arguments, *call.outputs], call, "forward"
+        )
+        own = {id(node) for node in (*inside, *backward)}
+        for old, new in zip(call.outputs, results, strict=True):
+            for node, position in readers[old]:
+                if id(node) not in own:
+                    node.inputs[position] = new
+        handed_on.update(zip(call.outputs, results, strict=True))
+        if backward:
+            _recompute_call(graph, call, arguments, results, inside, backward, bare=bare)
+    _follow(graph, handed_on, {i for inside, _ in found for node in inside for i in node.outputs})
+    graph.remove_dead()
+    graph.sort()
+
+
+def _recompute_call(
+    graph: Graph,
+    call: _Call,
+    arguments: list[int],
+    results: list[int],
+    inside: list[Node],
+    backward: list[Node],
+    *,
+    bare: bool,
+) -> None:
+    """Gives a call's backward a second forward to read, and the arguments as the second forward gets them."""
+    again = dict(zip(call.arguments, arguments, strict=True))
+    if not bare:
+        handed = _hand_on(graph, "Depends", arguments, [*arguments, *results], call, "recompute")
+        again.update(zip(call.arguments, handed, strict=True))
+    needed = {i for node in backward for i in node.inputs}
+    cloned: list[Node] = []
+    for node in reversed(inside):
+        if not needed.isdisjoint(node.outputs):
+            needed.update(node.inputs)
+            cloned.append(node)
+    copies, mapping = graph.clone(reversed(cloned), again, "recompute")
+    graph.nodes.extend(copies)
+    for node in backward:
+        node.inputs = [mapping.get(i, i) for i in node.inputs]
+
+
+def _hand_on(
+    graph: Graph, primitive: str, like: Sequence[int], inputs: list[int], call: _Call, phase: Phase
+) -> list[int]:
+    """A node that hands some of its inputs on and allocates nothing; returns the arrays it hands on."""
+    arrays = [graph.arrays[i] for i in like]
+    outputs = [graph.array(a.shape, a.dtype, name=a.name, block=a.block) for a in arrays]
+    graph.append(Node(primitive, inputs, outputs, (), phase, call.block))
+    return outputs
+
+
+def _follow(graph: Graph, handed_on: dict[int, int], made_inside: set[int]) -> None:
+    """What is evaluated, and what other regions take in or return, is now what the calls hand on."""
+    for evaluation in graph.evaluations:
+        evaluation.outputs = [handed_on.get(i, i) for i in evaluation.outputs]
+        evaluation.held = {handed_on.get(i, i) for i in evaluation.held}
+    for region in graph.regions:
+        if region.outputs[0] not in made_inside or region.outputs[0] in handed_on:
+            region.inputs = [handed_on.get(i, i) for i in region.inputs]
