@@ -49,16 +49,19 @@ class Environment:
     def python(self) -> str:
         return str(self.folder / "bin" / "python")
 
+    def variables(self) -> dict[str, str]:
+        """The variables of a shell in which it is activated."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON") and k != "VIRTUAL_ENV"}
+        return {**kept, "PATH": os.pathsep.join([str(self.folder / "bin"), kept.get("PATH", os.defpath)])}
+
     def run(
         self, command: Sequence[str], cwd: Path, timeout: float = 300
     ) -> subprocess.CompletedProcess[str]:
         """Runs ``oomguard ...`` or ``python ...`` of this environment, as if it were activated."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON") and k != "VIRTUAL_ENV"}
-        path = os.pathsep.join([str(self.folder / "bin"), kept.get("PATH", os.defpath)])
         return subprocess.run(
             [str(self.folder / "bin" / command[0]), *command[1:]],
             cwd=cwd,
-            env={**kept, "PATH": path},
+            env=self.variables(),
             capture_output=True,
             text=True,
             timeout=timeout,
