@@ -2,10 +2,12 @@
 
 What ``mx.checkpoint(f)`` adds to a graph (``checkpoint``, ``custom_function`` in MLX's ``transforms.cpp``):
 
-- in the forward, a ``CustomTransforms`` that takes f's arguments and results and hands the results on. It
-  allocates nothing, stops fusion, and is what everything after f reads;
+- in the forward, a ``CustomTransforms`` that takes f's arguments and results (each through a
+  ``StopGradient``) and hands the results on. It allocates nothing, stops fusion, and is what everything
+  after f reads;
 - in the backward, one ``Depends`` over (arguments, results of the CustomTransforms). It hands the arguments
-  on, and as it also waits for the results, nothing that reads it can run before the forward of f has;
+  on, each through the ``Copy`` that ``mx.vjp`` puts on what it differentiates; as it also waits for the
+  results, nothing that reads it can run before the forward of f has;
 - f once more, from what ``Depends`` hands on, and f's backward, which reads that second forward and those
   arguments only. So no array made inside f is read by the backward, and all are free when f is done.
 
@@ -155,6 +157,15 @@ VIEWS = frozenset(
 _HOW_TO_NAME_BLOCKS = "name the module's list of layers, or use mx.checkpoint in the step"
 
 
+def _source(graph: Graph, i: int) -> int:
+    """What ``i`` is a copy of: a transformation copies what it is given, and a parameter is often given."""
+    producer = graph.arrays[i].producer
+    while producer is not None and producer.primitive == "Copy":
+        i = producer.inputs[0]
+        producer = graph.arrays[i].producer
+    return i
+
+
 def _viewed(graph: Graph, i: int) -> int:
     """The array whose buffer ``i`` shows, taking every view for one."""
     producer = graph.arrays[i].producer
@@ -185,7 +196,8 @@ def _joined(graph: Graph, regions: Sequence[Region]) -> _Call:
         for i, gradient in zip(region.inputs, region.gradients, strict=True):
             if i in made:
                 continue
-            (parameters if graph.arrays[i].kind == "parameter" else inputs).append(i)
+            of_module = graph.arrays[_source(graph, i)].kind == "parameter"
+            (parameters if of_module else inputs).append(i)
             if gradient is not None:
                 gradients.append(gradient)
         made.update(region.outputs)
@@ -263,9 +275,8 @@ def _rewrite(graph: Graph, calls: Sequence[_Call], *, bare: bool) -> None:
     handed_on: dict[int, int] = {}
     for call, (inside, backward) in zip(calls, found, strict=True):
         arguments = [handed_on.get(i, i) for i in call.arguments]
-        results = _hand_on(
-            graph, "CustomTransforms", call.outputs, [*arguments, *call.outputs], call, "forward"
-        )
+        stopped = [_hand_on(graph, "StopGradient", [i], [i], call, "forward")[0] for i in call.outputs]
+        results = _hand_on(graph, "CustomTransforms", stopped, [*arguments, *stopped], call, "forward")
         own = {id(node) for node in (*inside, *backward)}
         for old, new in zip(call.outputs, results, strict=True):
             for node, position in readers[old]:
@@ -273,27 +284,22 @@ def _rewrite(graph: Graph, calls: Sequence[_Call], *, bare: bool) -> None:
                     node.inputs[position] = new
         handed_on.update(zip(call.outputs, results, strict=True))
         if backward:
-            _recompute_call(graph, call, arguments, results, inside, backward, bare=bare)
-    _follow(graph, handed_on, {i for inside, _ in found for node in inside for i in node.outputs})
+            given = arguments
+            if not bare:
+                given = _hand_on(graph, "Depends", arguments, [*arguments, *results], call, "recompute")
+            _recompute_call(graph, call, given, inside, backward)
+    _follow(graph, handed_on, calls, [inside for inside, _ in found])
     graph.remove_dead()
     graph.sort()
 
 
 def _recompute_call(
-    graph: Graph,
-    call: _Call,
-    arguments: list[int],
-    results: list[int],
-    inside: list[Node],
-    backward: list[Node],
-    *,
-    bare: bool,
+    graph: Graph, call: _Call, given: list[int], inside: list[Node], backward: list[Node]
 ) -> None:
-    """Gives a call's backward a second forward to read, and the arguments as the second forward gets them."""
-    again = dict(zip(call.arguments, arguments, strict=True))
-    if not bare:
-        handed = _hand_on(graph, "Depends", arguments, [*arguments, *results], call, "recompute")
-        again.update(zip(call.arguments, handed, strict=True))
+    """Gives a call's backward a second forward to read, and the arguments as that second forward has them."""
+    again = {}
+    for argument, i in zip(call.arguments, given, strict=True):
+        again[argument] = _hand_on(graph, "Copy", [i], [_source(graph, i)], call, "recompute")[0]
     needed = {i for node in backward for i in node.inputs}
     cloned: list[Node] = []
     for node in reversed(inside):
@@ -316,11 +322,19 @@ def _hand_on(
     return outputs
 
 
-def _follow(graph: Graph, handed_on: dict[int, int], made_inside: set[int]) -> None:
-    """What is evaluated, and what other regions take in or return, is now what the calls hand on."""
+def _follow(
+    graph: Graph, handed_on: dict[int, int], calls: Sequence[_Call], forwards: Sequence[list[Node]]
+) -> None:
+    """What is evaluated, and what regions outside the calls take in or return, is now what the calls hand on."""
     for evaluation in graph.evaluations:
         evaluation.outputs = [handed_on.get(i, i) for i in evaluation.outputs]
         evaluation.held = {handed_on.get(i, i) for i in evaluation.held}
+    call_of = {i: n for n, inside in enumerate(forwards) for node in inside for i in node.outputs}
+    within = [set(call.arguments) for call in calls]
+    for i, n in call_of.items():
+        within[n].add(i)
     for region in graph.regions:
-        if region.outputs[0] not in made_inside or region.outputs[0] in handed_on:
+        n = call_of.get(region.outputs[0])
+        if n is None or not within[n].issuperset(region.inputs):
             region.inputs = [handed_on.get(i, i) for i in region.inputs]
+            region.outputs = [handed_on.get(i, i) for i in region.outputs]
