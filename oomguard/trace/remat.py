@@ -325,7 +325,7 @@ def _hand_on(
 def _follow(
     graph: Graph, handed_on: dict[int, int], calls: Sequence[_Call], forwards: Sequence[list[Node]]
 ) -> None:
-    """What is evaluated, and what regions outside the calls take in or return, is now what the calls hand on."""
+    """What is evaluated, and what regions around and after the calls see, is now what the calls hand on."""
     for evaluation in graph.evaluations:
         evaluation.outputs = [handed_on.get(i, i) for i in evaluation.outputs]
         evaluation.held = {handed_on.get(i, i) for i in evaluation.held}
@@ -334,7 +334,7 @@ def _follow(
     for i, n in call_of.items():
         within[n].add(i)
     for region in graph.regions:
-        n = call_of.get(region.outputs[0])
-        if n is None or not within[n].issuperset(region.inputs):
+        number = call_of.get(region.outputs[0])
+        if number is None or not within[number].issuperset(region.inputs):
             region.inputs = [handed_on.get(i, i) for i in region.inputs]
             region.outputs = [handed_on.get(i, i) for i in region.outputs]
