@@ -1,0 +1,218 @@
+"""Turns a step captured on the CPU into the graph a GPU backend builds for it.
+
+``mx.fast`` has functions that are one primitive on a GPU and a handful of elementwise primitives and
+reductions on the CPU. Which tensors are saved differs with it, so a graph captured without a GPU is
+rewritten: the nodes of each ``mx.fast`` region become the primitive, the nodes of its backward the
+primitive's own VJP. What each takes and gives is in MLX's ``fast.cpp``:
+
+=============  ===========================  ==========================================================
+layer norm     LayerNorm(x, w, b)           LayerNormVJP(x, w, b, cotangent) -> dx, dw, db
+RMS norm       RMSNorm(x, w)                RMSNormVJP(x, w, cotangent) -> dx, dw
+RoPE           RoPE(x, offset[, freqs])     RoPE(cotangent, offset[, freqs]), turned the other way
+attention      ScaledDotProductAttention    ...VJP(q, k, v, o, logsumexp, cotangent) -> dq, dk, dv
+               (q, k, v) -> o[, logsumexp]
+=============  ===========================  ==========================================================
+
+A missing weight or bias is a scalar constant. The VJP of a norm makes all its gradients, also those nobody
+asked for (frozen weights of a LoRA run): they take memory for as long as the primitive runs.
+
+Attention stays as captured, decomposed, wherever MLX decomposes it on the target too; see
+``fuses_attention``. A graph captured on the target itself needs none of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from oomguard.trace.graph import Graph, Region
+
+Backend = Literal["cpu", "metal", "cuda"]
+Version = tuple[int, int, int]
+
+ATTENTION = "fast.scaled_dot_product_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The backend and the MLX release whose graph is wanted.
+
+    MLX-Swift has releases of its own: 0.25.1 to 0.25.6 hold MLX 0.25.1.
+    """
+
+    backend: Backend
+    mlx: Version
+
+
+def parse_version(text: str) -> Version:
+    """``0.32.4`` or ``0.32.4.dev1+abc`` as three numbers; missing ones are 0."""
+    parts = [int("".join(c for c in part if c.isdigit()) or 0) for part in text.split("+")[0].split(".")[:3]]
+    major, minor, patch = (*parts, 0, 0, 0)[:3]
+    return major, minor, patch
+
+
+def lower(graph: Graph, target: Target) -> Graph:
+    """The graph of the same step on ``target``.
+
+    Args:
+        graph: captured on the CPU, no policy applied; unchanged.
+        target: a ``cpu`` target gives a copy.
+
+    Returns:
+        A new graph in topological order, with the captured regions.
+    """
+    result = graph.copy()
+    if target.backend == "cpu":
+        return result
+    training = any(i is not None for region in graph.regions for i in region.gradients)
+    lowering = _Lowering(result)
+    for region in result.regions:
+        if region.kind == ATTENTION:
+            if fuses_attention(result, region, target, training):
+                lowering.attention(region, training=training)
+        elif region.kind in _RULES:
+            _RULES[region.kind](lowering, region)
+    lowering.finish()
+    return result
+
+
+def fuses_attention(graph: Graph, region: Region, target: Target, training: bool) -> bool:
+    """Whether ``mx.fast.scaled_dot_product_attention`` is one primitive on the target.
+
+    Metal, ``ScaledDotProductAttention::use_fallback``: inside a gradient transform every release up to
+    0.32.2 decomposes it, forward and backward. Later ones have a fused backward for causal attention and for
+    none; with an array mask they decompose. Outside of one, the kernels of ``_METAL_HEAD_DIMS`` are used.
+
+    CUDA: cuDNN has forward and backward in 16-bit types; the backward wants a multiple of 128 tokens.
+    """
+    q, k, v = (graph.arrays[i] for i in region.inputs[:3])
+    masked = len(region.inputs) > 3
+    if target.backend == "cuda":
+        half = q.dtype in ("float16", "bfloat16")
+        return (
+            half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128 and (not training or q.shape[2] % 128 == 0)
+        )
+    if training and (target.mlx < METAL_ATTENTION_BACKWARD or masked):
+        return False
+    same_dim = q.shape[-1] == v.shape[-1]
+    if q.shape[2] > 8:
+        return same_dim and q.shape[-1] in _METAL_HEAD_DIMS and q.shape[2] <= k.shape[2]
+    return same_dim and q.shape[-1] in (64, 96, 128, 256) and not training
+
+
+METAL_ATTENTION_BACKWARD: Version = (0, 32, 3)
+_METAL_HEAD_DIMS = (64, 72, 80, 96, 128)
+
+
+class _Lowering:
+    """The graph while its regions are replaced."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.replaced: dict[int, int] = {}
+
+    def layer_norm(self, region: Region) -> None:
+        self._norm(region, "LayerNorm", missing=(1.0, 0.0))
+
+    def rms_norm(self, region: Region) -> None:
+        self._norm(region, "RMSNorm", missing=(1.0,))
+
+    def _norm(self, region: Region, primitive: str, missing: tuple[float, ...]) -> None:
+        output = self.graph.arrays[region.outputs[0]]
+        given = [self._cast(i, output.dtype) for i in region.inputs[: 1 + len(missing)]]
+        scalars = missing[len(given) - 1 :]
+        operands = [*given, *(self.graph.constant(value, (), output.dtype) for value in scalars)]
+        self._forward(region, primitive, operands)
+        self._backward(region, f"{primitive}VJP", [*operands, *self._cotangents(region)], operands)
+
+    def rope(self, region: Region) -> None:
+        """The offset is an argument of the call, or a number that MLX makes an array of."""
+        x, *rest = region.inputs
+        if not rest:
+            rest = [self.graph.constant(0, (), "int32")]
+        self._forward(region, "RoPE", [x, *rest], ("forward",))
+        self._backward(region, "RoPE", [*self._cotangents(region), *rest], [x], ("backward",))
+
+    def attention(self, region: Region, *, training: bool) -> None:
+        """With its backward, the forward also gives each row's logsumexp in float32."""
+        q = self.graph.arrays[region.inputs[0]]
+        if not training:
+            self._forward(region, "ScaledDotProductAttention", region.inputs)
+            return
+        statistics = ((*q.shape[:3], 1), "float32")
+        outputs = self._forward(region, "ScaledDotProductAttention", region.inputs, extra=[statistics])
+        given = [*region.inputs, *outputs, *self._cotangents(region)]
+        self._backward(region, "ScaledDotProductAttentionVJP", given, region.inputs[:3])
+
+    def _cotangents(self, region: Region) -> list[int]:
+        return [i for i in region.cotangents if i is not None]
+
+    def _cast(self, i: int, dtype: str, *, backward: bool = False) -> int:
+        if self.graph.arrays[i].dtype == dtype:
+            return i
+        phase: Literal["forward", "backward"] = "backward" if backward else "forward"
+        return self.graph.op("AsType", [i], dtype=dtype, arguments=(dtype,), phase=phase)
+
+    def _forward(
+        self,
+        region: Region,
+        primitive: str,
+        inputs: list[int],
+        arguments: tuple[str, ...] = (),
+        extra: list[tuple[tuple[int, ...], str]] | None = None,
+    ) -> list[int]:
+        old = self.graph.arrays[region.outputs[0]]
+        node = old.producer
+        outputs = self.graph.multi_op(
+            primitive,
+            inputs,
+            [(old.shape, old.dtype), *(extra or [])],
+            arguments,
+            phase="forward",
+            block=node.block if node else region.block,
+            scope=node.scope if node else "",
+        )
+        self.graph.arrays[outputs[0]].name = old.name
+        self.replaced[old.id] = outputs[0]
+        return outputs
+
+    def _backward(
+        self,
+        region: Region,
+        primitive: str,
+        inputs: list[int],
+        operands: list[int],
+        arguments: tuple[str, ...] = (),
+    ) -> None:
+        """A VJP that gives the gradient of each operand, in the operand's shape and dtype."""
+        if all(i is None for i in region.gradients) or all(i is None for i in region.cotangents):
+            return
+        wanted = [self.graph.arrays[i] for i in operands]
+        node = next(self.graph.arrays[i].producer for i in region.gradients if i is not None)
+        made = self.graph.multi_op(
+            primitive,
+            inputs,
+            [(array.shape, array.dtype) for array in wanted],
+            arguments,
+            phase="backward",
+            block=node.block if node else region.block,
+            scope=node.scope if node else "",
+        )
+        for gradient, new in zip(region.gradients, made, strict=False):
+            if gradient is not None:
+                old = self.graph.arrays[gradient]
+                self.graph.arrays[new].name = old.name
+                self.replaced[gradient] = self._cast(new, old.dtype, backward=True)
+
+    def finish(self) -> None:
+        self.graph.replace_all(self.replaced)
+        self.graph.remove_dead()
+        self.graph.sort()
+
+
+_RULES: dict[str, Callable[[_Lowering, Region], None]] = {
+    "fast.layer_norm": _Lowering.layer_norm,
+    "fast.rms_norm": _Lowering.rms_norm,
+    "fast.rope": _Lowering.rope,
+}
