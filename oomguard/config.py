@@ -25,7 +25,8 @@ PolicyName = Literal["none", "every", "stride", "blocks", "attention", "custom_f
 ITEM_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZERS: tuple[Optimizer, ...] = ("sgd", "adam", "adamw", "lion", "adafactor", "muon")
 
-Positive = Annotated[int, Field(gt=0)]
+# MLX counts the elements of a dimension in 32 bits.
+Positive = Annotated[int, Field(gt=0, lt=1 << 31)]
 
 
 class Frozen(BaseModel):
@@ -38,7 +39,7 @@ class ModelConfig(Frozen):
     """Shape of the byte-level GPT: pre-LayerNorm, GELU MLP, learned positions, tied head, all biases."""
 
     name: str = "custom"
-    n_layers: Positive
+    n_layers: Annotated[int, Field(gt=0, le=10_000)]
     d_model: Positive
     n_heads: Positive
     d_mlp: Positive
@@ -49,8 +50,7 @@ class ModelConfig(Frozen):
     @model_validator(mode="after")
     def _heads_divide_width(self) -> ModelConfig:
         if self.d_model % self.n_heads:
-            fits = [h for h in range(1, self.d_model + 1) if self.d_model % h == 0]
-            near = sorted(fits, key=lambda h: abs(h - self.n_heads))[:2]
+            near = sorted(divisors(self.d_model), key=lambda h: abs(h - self.n_heads))[:2]
             raise ValueError(
                 f"n_heads {self.n_heads} does not divide d_model {self.d_model}; "
                 f"{' or '.join(str(h) for h in sorted(near))} would"
@@ -82,13 +82,13 @@ class ModelConfig(Frozen):
         """
         path = Path(path)
         try:
-            return cls.model_validate({"name": path.stem, **json.loads(path.read_text())})
+            return cls.model_validate({"name": path.stem, **json.loads(path.read_text(encoding="utf-8"))})
         except OSError as error:
             raise InputError(f"cannot read config {path}: {error.strerror}") from error
-        except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
-            raise InputError(f"config {path} is not a JSON object: {error}") from error
         except ValidationError as error:
             raise InputError(f"config {path}: {first_problem(error)}") from error
+        except (ValueError, TypeError, RecursionError) as error:
+            raise InputError(f"config {path} is not a JSON object: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,10 @@ class StepConfig(Frozen):
 def first_problem(error: ValidationError) -> str:
     """The first failure of a validation, as one line that names the field and the value."""
     problem = error.errors()[0]
-    where = ".".join(str(part) for part in problem["loc"])
+    # A union adds which of its members refused ("constrained-int"): no field of ours, and no word for a user.
+    where = ".".join(
+        str(part) for part in problem["loc"] if str(part).isidentifier() or isinstance(part, int)
+    )
     text = problem["msg"].removeprefix("Value error, ")
     value = problem.get("input")
     shown = f" (got {value!r})" if isinstance(value, str | int | float | bool) else ""
@@ -255,4 +258,6 @@ def check_seq_len(model: ModelConfig, step: StepConfig) -> None:
 
 def divisors(n: int) -> Iterator[int]:
     """The whole numbers that divide ``n``, ascending."""
-    return (k for k in range(1, n + 1) if n % k == 0)
+    low = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
+    yield from low
+    yield from (n // k for k in reversed(low) if k * k != n)

@@ -27,6 +27,6 @@ def preset(name: str) -> ModelConfig:
     known = presets()
     if name in known:
         return known[name]
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
     raise InputError(f"unknown preset {name!r}; {hint}")

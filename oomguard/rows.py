@@ -6,10 +6,13 @@ Rows are appended one whole line at a time, so a file cut short loses at most th
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -105,7 +108,7 @@ def read_rows(path: str | Path) -> tuple[Header, list[Row]]:
     """
     path = Path(path)
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise InputError(f"cannot read row file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -136,30 +139,65 @@ def _parse_line(path: Path, number: int, line: str) -> Any:
 
     try:
         return json.loads(line, parse_constant=refuse)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}, line {number}: not JSON ({error.msg})") from error
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}, line {number}: not JSON ({error})") from error
 
 
 def append_row(path: str | Path, header: Header, row: Row) -> None:
     """Adds one row, durably: the line is on disk when this returns. Writes the header first in a new file.
 
-    A line that an earlier process left unfinished is cut off before the row is added.
+    A line that an earlier process left unfinished is cut off before the row is added. Processes that append
+    to one file take turns.
+
+    Raises:
+        OSError: the row could not be written; the file is as it was.
     """
     path = Path(path)
     line = row.model_dump_json(exclude_defaults=True) + "\n"
-    with path.open("a+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        keep = _whole_length(file, end)
-        if keep < end:
-            file.truncate(keep)
-        if keep == 0:
-            line = header.model_dump_json(by_alias=True) + "\n" + line
-        file.write(line.encode())
-        file.flush()
+    try:
+        with _turn_in(path.parent), path.open("a+b", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            keep = _whole_length(file, end)
+            if keep < end:
+                file.truncate(keep)
+            if keep == 0:
+                line = header.model_dump_json(by_alias=True) + "\n" + line
+            _write_whole(file, keep, line.encode())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextlib.contextmanager
+def _turn_in(folder: Path) -> Iterator[None]:
+    """Holds the folder's lock: not the file's, which whoever collects rows may hold for hours.
+
+    On a file system without locks there is no turn to take.
+    """
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
+
+
+def _write_whole(file: FileIO, start: int, data: bytes) -> None:
+    """Writes all of it and waits for the disk, or cuts the file back to where it started."""
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[file.write(rest) :]
         os.fsync(file.fileno())
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.truncate(start)
+        raise
 
 
-def _whole_length(file: Any, end: int) -> int:
+def _whole_length(file: FileIO, end: int) -> int:
     """Bytes up to and with the last newline."""
     position = end
     while position > 0:

@@ -31,6 +31,7 @@ _UNITS = {
     "g": GIB,
     "t": TIB,
 }
+_ROUNDS_UP = 1023.95 / 1024  # what would show as 1024.0 of a unit is 1.0 of the next
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?|\.\d+)\s*(?P<unit>[a-zA-Z]*)\s*")
 
 
@@ -44,21 +45,26 @@ def parse_bytes(text: str | int) -> int:
         The size in bytes, rounded down to a whole byte.
 
     Raises:
-        InputError: not a number with a known unit.
+        InputError: not a number with a known unit, negative, or more than 64 bits can address.
     """
-    if isinstance(text, int):
-        return text
-    match = _SIZE.fullmatch(text)
+    match = _SIZE.fullmatch(str(text))
     if match is None or match["unit"].lower() not in _UNITS:
-        raise InputError(f"{text!r} is not a size; write it as 16GB, 16GiB or 512MiB")
-    return int(Decimal(match["number"]) * _UNITS[match["unit"].lower()])
+        raise InputError(f"{_shortened(str(text))!r} is not a size; write it as 16GB, 16GiB or 512MiB")
+    size = Decimal(match["number"]) * _UNITS[match["unit"].lower()]
+    if size >= 1 << 63:
+        raise InputError(f"{_shortened(str(text))!r} is more memory than a machine can address")
+    return int(size)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def format_bytes(size_bytes: int | float) -> str:
     """``12.3 GiB``, ``512.0 MiB``, ``3.0 KiB`` or ``17 B``: one decimal, the largest unit that fits."""
     magnitude = abs(size_bytes)
     for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if magnitude >= unit:
+        if magnitude >= unit * _ROUNDS_UP:
             return f"{size_bytes / unit:.1f} {name}"
     return f"{int(size_bytes)} B"
 
@@ -67,9 +73,9 @@ def format_seconds(seconds: float) -> str:
     """``1.2 s``, ``340 ms``, ``4 min 10 s`` or ``2 h 5 min``."""
     if not math.isfinite(seconds):
         return "unknown"
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
