@@ -108,15 +108,15 @@ def read_rows(path: str | Path) -> tuple[Header, list[Row]]:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        whole, _, _cut = path.read_bytes().rpartition(b"\n")
+        lines = whole.decode().split("\n")
     except OSError as error:
         raise InputError(f"cannot read row file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"row file {path} is not text") from error
-    whole, _, _cut = text.rpartition("\n")
     header: Header | None = None
     rows: list[Row] = []
-    for number, line in enumerate(whole.split("\n"), start=1):
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         value = _parse_line(path, number, line)
