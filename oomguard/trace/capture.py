@@ -1,0 +1,435 @@
+"""A training step as a graph, without running it and without allocating.
+
+The state's arrays are replaced by placeholders, the step is called once under ``mx.export_function``, the
+graph is read from what it returns and leaves behind, and the state is given back as it was. Parameters never
+evaluated stay unevaluated.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+
+from oomguard.errors import TraceError
+from oomguard.trace.containers import (
+    Leaf,
+    Snapshot,
+    compiled_parts,
+    discover,
+    fill,
+    leaves,
+    map_leaves,
+    random_keys,
+    state_leaves,
+    state_tree,
+)
+from oomguard.trace.graph import Graph, Kind, Region
+from oomguard.trace.label import label
+from oomguard.trace.rawgraph import Built, Exported, build, dtype_name, lead, read_dot
+from oomguard.trace.tags import Call, Tags, checkpointed_functions
+
+Evaluate = Callable[[Any, list[Any]], Any]
+"""(what the step returned, the state) to a tree: what the caller hands to ``mx.eval``, in that order."""
+
+MAX_PASSES = 3
+
+
+@dataclass
+class Capture:
+    """What a step is, as a graph.
+
+    Attributes:
+        graph: every primitive the step builds, with nothing merged or fused, and one evaluation of them. What
+            the step's marks delimit is in ``graph.regions``.
+        compiled: whether the step is one ``mx.compile`` function.
+        function_outputs: what ``mx.compile`` takes for the function's outputs, in its order.
+        warnings: what could make a number from this graph wrong.
+    """
+
+    graph: Graph
+    compiled: bool
+    function_outputs: list[int]
+    warnings: list[str] = field(default_factory=list)
+
+
+def returned_then_state(returned: Any, state: list[Any]) -> Any:
+    """``mx.eval(returned, state)``: the default order."""
+    return returned, state
+
+
+def capture(
+    step: Callable[..., Any],
+    arguments: Sequence[Any] = (),
+    keywords: dict[str, Any] | None = None,
+    *,
+    state: Sequence[Any] | None = None,
+    evaluate: Evaluate = returned_then_state,
+    consumed: Sequence[int] = (),
+    first_step: bool = False,
+) -> Capture:
+    """Captures one call of a step.
+
+    Args:
+        step: a function of arrays (and constants) that updates a module and an optimizer in place and returns
+            arrays; plain, or the result of ``mx.compile``.
+        arguments: what to call it with, arrays in any nesting of lists, tuples and dictionaries. Only shapes and
+            dtypes are read.
+        keywords: keyword arguments.
+        state: modules, optimizers (or their ``.state``), ``mx.random.state``, lists of arrays: what the step
+            changes. Where not given, what ``mx.compile`` captured, else what the step's closure refers to.
+        evaluate: what the caller hands to ``mx.eval`` afterwards, in which order.
+        consumed: positions of arguments the caller does not hold any more when it evaluates (gradients that are
+            handed from call to call).
+        first_step: capture the call that creates the optimizer's state, not those after it.
+
+    Raises:
+        TraceError: the step cannot be captured; the text says why, where, and what to do.
+    """
+    return _Capturing(step, arguments, keywords or {}, state, evaluate, set(consumed)).run(first_step)
+
+
+class _Capturing:
+    """One capture; an object because the function that MLX traces leaves much behind."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        arguments: Sequence[Any],
+        keywords: dict[str, Any],
+        state: Sequence[Any] | None,
+        evaluate: Evaluate,
+        consumed: set[int],
+    ):
+        parts = compiled_parts(step)
+        self.step = parts[0] if parts else step
+        self.compiled = parts is not None
+        self.arguments = [*arguments, *keywords.values()]
+        self.keywords = list(keywords)
+        self.evaluate, self.consumed = evaluate, consumed
+        reached = discover(self.step)
+        objects = [o for o in reached if isinstance(o, nn.Module | optim.Optimizer)]
+        self.state = list(state) if state is not None else _captured_state(parts, objects)
+        self.function_state = _listed(parts[2]) if parts else self.state
+        known = {id(tree) for item in self.state for tree in _containers(item)}
+        self.hidden = [o for o in objects if not any(id(tree) in known for tree in _containers(o))]
+        if not any(item is mx.random.state for item in self.state):
+            self.hidden.append(mx.random.state)
+        self.outside = [o for o in reached if isinstance(o, mx.array)]
+        self.modules = _modules([*self.state, *objects])
+
+    def run(self, first_step: bool) -> Capture:
+        snapshot = Snapshot(self.state, self.hidden, [o for o in self.modules.values() if isinstance(o, nn.Module)])
+        try:
+            try:
+                return self._passes(first_step, [])
+            except TraceError as error:
+                wrapped = checkpointed_functions() if "CustomTransforms" in str(error.__cause__) else []
+                if not wrapped:
+                    raise
+                snapshot.restore()
+                return self._passes(first_step, wrapped)
+        finally:
+            snapshot.restore()
+
+    def _passes(self, first_step: bool, wrapped: list[Any]) -> Capture:
+        """Captures, and again while the step leaves its state in another form than it found it."""
+        optimizers = [o for o in (*self.state, *self.hidden) if isinstance(o, optim.Optimizer)]
+        if not first_step and any(not getattr(o, "_initialized", True) for o in optimizers):
+            self._look()
+        for _ in range(MAX_PASSES):
+            before = _form(self._leaves())
+            captured = self._capture(wrapped)
+            if first_step or _form(self._leaves()) == before:
+                break
+        return captured
+
+    def _leaves(self) -> list[Leaf]:
+        return state_leaves([*self.state, *self.hidden])
+
+    def _look(self) -> None:
+        """Runs the step on placeholders only for what it leaves in the state."""
+
+        def traced(*tracers: mx.array) -> list[mx.array]:
+            self._call(found, tracers)
+            raise _SeenEnough
+
+        found = self._leaves()
+        try:
+            self._export(lambda _: None, traced, found)
+        except _SeenEnough:
+            return
+
+    def _capture(self, wrapped: list[Any]) -> Capture:
+        found = self._leaves()
+        tags = Tags(*_paths(self.modules))
+        exported, drawing, left = Exported(), io.StringIO(), _Left()
+
+        def traced(*tracers: mx.array) -> list[mx.array]:
+            with tags.installed(_called_classes(self.modules), wrapped):
+                returned = self._call(found, tracers)
+            left.read(self, returned)
+            ends = [mx.stop_gradient(array) for array in left.roots]
+            outside = [mx.stop_gradient(array) for array in self.outside]
+            # Drawn in this order, so that each is found again by its place.
+            mx.export_to_dot(drawing, *tracers, *tags.constants, *outside, *ends)
+            return ends
+
+        self._export(exported, traced, found)
+        return self._build(found, tags, exported, drawing.getvalue(), left)
+
+    def _export(self, callback: Any, function: Any, found: list[Leaf]) -> None:
+        arrays = [leaf.array for leaf in found if leaf.container is not random_keys()]
+        given = list(leaves(self.arguments))
+        if not arrays and not given:
+            raise TraceError(
+                "the step takes no arrays and has no state; call it with its batch, and name what it updates "
+                "with state=[model, optimizer]"
+            )
+        try:
+            mx.export_function(callback, function, *[leaf.array for leaf in found], *given)
+        except (_SeenEnough, TraceError):
+            raise
+        except Exception as error:
+            raise _explained(error) from error
+
+    def _call(self, found: list[Leaf], tracers: Sequence[mx.array]) -> Any:
+        """Hangs the placeholders into the state and calls the step.
+
+        Copies of the Python objects: the step may change one in place (``a += b``), and the placeholder itself
+        must still be known by name afterwards.
+        """
+        placeholders = [copy.copy(tracer) for tracer in tracers]
+        fill(found, placeholders[: len(found)])
+        rest = iter(placeholders[len(found) :])
+        values = [map_leaves(argument, lambda _: next(rest)) for argument in self.arguments]
+        split = len(values) - len(self.keywords)
+        return self.step(*values[:split], **dict(zip(self.keywords, values[split:], strict=True)))
+
+    def _build(self, found: list[Leaf], tags: Tags, exported: Exported, drawing: str, left: _Left) -> Capture:
+        drawn = read_dot(drawing)
+        n, m, k = len(exported.inputs), len(tags.constants), len(self.outside)
+        ends = drawn.ends[k:]
+        match = lead(drawn, exported, dict(zip(ends, exported.outputs, strict=True)))
+        graph = Graph()
+        numbers, batch = self._graph_inputs(graph, found, exported)
+        inputs = dict(zip(drawn.sources[:n] + drawn.ends[:k], numbers, strict=True))
+        marked = {name: number for number, name in enumerate(drawn.sources[n : n + m])}
+        built = build(drawn, exported, match, inputs, marked, graph)
+        roots = [built.ids[name] for name in ends]
+        evaluation = graph.evaluate([roots[r] for r in left.evaluated], held=[roots[r] for r in left.held])
+        evaluation.held.update(batch)
+        graph.regions = _regions(tags.calls, built)
+        function_outputs = [roots[r] for r in left.function]
+        _keep_needed(graph, function_outputs)
+        label(graph, tags.calls, built.forward, [roots[r] for r in left.returned])
+        return Capture(graph, self.compiled, function_outputs, list(tags.warnings))
+
+    def _graph_inputs(self, graph: Graph, found: list[Leaf], exported: Exported) -> tuple[list[int], list[int]]:
+        """The graph's inputs in the order they are drawn in, and those the caller holds throughout."""
+        described = iter(exported.inputs)
+        numbers: list[int] = []
+        held: list[int] = []
+        for leaf in found:
+            shape, dtype = exported.shapes[next(described)]
+            numbers.append(graph.array(shape, dtype, leaf.kind, name=leaf.name))
+        for position, argument in enumerate(self.arguments):
+            kind: Kind = "state" if position in self.consumed else "batch"
+            for _ in leaves(argument):
+                shape, dtype = exported.shapes[next(described)]
+                numbers.append(graph.array(shape, dtype, kind, name=self._argument_name(position)))
+                held += [] if position in self.consumed else numbers[-1:]
+        for array in self.outside:
+            numbers.append(graph.array(tuple(array.shape), dtype_name(array.dtype), "state", name="closure"))
+            held.append(numbers[-1])
+        return numbers, held
+
+    def _argument_name(self, position: int) -> str:
+        split = len(self.arguments) - len(self.keywords)
+        if position >= split:
+            return self.keywords[position - split]
+        try:
+            names = list(inspect.signature(self.step).parameters)
+        except (TypeError, ValueError):
+            names = []
+        return names[position] if position < len(names) else f"argument {position}"
+
+
+class _SeenEnough(Exception):
+    """Ends a pass that only looks at what the step does to its state."""
+
+
+@dataclass
+class _Left:
+    """What a step returned and left in its state: ``roots``, and who wants which of them."""
+
+    roots: list[mx.array] = field(default_factory=list)
+    returned: list[int] = field(default_factory=list)
+    evaluated: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+    function: list[int] = field(default_factory=list)
+    _positions: dict[int, int] = field(default_factory=dict)
+
+    def read(self, capturing: _Capturing, returned: Any) -> None:
+        trees = [state_tree(item) for item in capturing.state]
+        self.returned = self._add(returned)
+        self.evaluated = self._add(capturing.evaluate(returned, trees))
+        if not self.evaluated:
+            raise TraceError(
+                "the step returns no arrays and changes no state; return the loss, and name what it updates with "
+                "state=[model, optimizer]"
+            )
+        hidden = [state_tree(item) for item in capturing.hidden]
+        self.held = self._add([returned, trees, hidden])
+        state = [state_tree(item) for item in capturing.function_state]
+        self.function = self._add([returned, state])
+
+    def _add(self, tree: Any) -> list[int]:
+        positions = []
+        for array in leaves(tree):
+            if id(array) not in self._positions:
+                self._positions[id(array)] = len(self.roots)
+                self.roots.append(array)
+            positions.append(self._positions[id(array)])
+        return positions
+
+
+def _keep_needed(graph: Graph, function_outputs: list[int]) -> None:
+    """Drops the nodes that nothing evaluated, held or returned needs."""
+    wanted = [*graph.outputs, *graph.evaluations[0].held, *function_outputs]
+    kept = graph.between([], wanted)
+    alive = {id(node) for node in kept}
+    for node in graph.nodes:
+        if id(node) not in alive:
+            for i in node.outputs:
+                graph.arrays[i].producer = None
+    graph.nodes = kept
+
+
+def _regions(calls: list[Call], built: Built) -> list[Region]:
+    """The marked calls as regions, in the order they began; plain modules are no regions.
+
+    A call whose result the step never uses is left out, and so is an input the call does not use.
+    """
+    found = []
+    for call in calls:
+        entering = [number for number in call.entering if number in built.forward]
+        leaving = [number for number in call.leaving if number in built.forward]
+        if not call.two_sided or not leaving:
+            continue
+        region = Region(call.kind, call.name, [], [], call.block, call.arguments)
+        region.inputs = [built.forward[number] for number in entering]
+        region.outputs = [built.forward[number] for number in leaving]
+        region.cotangents = [built.backward.get(number) for number in leaving]
+        region.gradients = [built.backward.get(number) for number in entering]
+        found.append(region)
+    return found
+
+
+def _captured_state(parts: Any, objects: list[Any]) -> list[Any]:
+    if parts and parts[1] is not None:
+        return _listed(parts[1])
+    return objects
+
+
+def _listed(tree: Any) -> list[Any]:
+    """What was given to ``mx.compile`` as ``inputs`` or ``outputs``, as the list it usually is."""
+    if tree is None:
+        return []
+    return list(tree) if isinstance(tree, list | tuple) else [tree]
+
+
+def _containers(item: Any) -> Iterator[Any]:
+    """The objects an item of the state may be known by: itself, and the dictionaries of an optimizer."""
+    yield item
+    if isinstance(item, optim.MultiOptimizer):
+        for inner in item.optimizers:
+            yield from _containers(inner)
+    elif isinstance(item, optim.Optimizer):
+        yield item.state
+    elif isinstance(item, dict) and not isinstance(item, nn.Module) and "states" in item:
+        yield from item["states"]
+
+
+def _modules(items: list[Any]) -> dict[str, nn.Module]:
+    """Every module of some modules by its path; the first path wins where one hangs in two places."""
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+    for item in items:
+        if isinstance(item, nn.Module):
+            for path, module in sorted(item.named_modules(), key=lambda pair: pair[0].count(".")):
+                if id(module) not in seen:
+                    seen.add(id(module))
+                    found[path if path not in found else f"{path}#{len(found)}"] = module
+    return found
+
+
+def _paths(modules: dict[str, nn.Module]) -> tuple[dict[int, str], dict[int, int]]:
+    """Path and block index by ``id``. Blocks are the modules of the longest list in the tree."""
+    lists: dict[str, list[tuple[int, nn.Module]]] = {}
+    for path, module in modules.items():
+        parent, _, last = path.rpartition(".")
+        if last.isdigit():
+            lists.setdefault(parent, []).append((int(last), module))
+    longest = max(lists.values(), key=len, default=[])
+    return {id(m): path for path, m in modules.items()}, {id(m): i for i, m in longest}
+
+
+def _called_classes(modules: dict[str, nn.Module]) -> set[type]:
+    """The classes that define a ``__call__`` some module answers to."""
+    found = set()
+    for module in modules.values():
+        for cls in type(module).__mro__:
+            if cls is not nn.Module and "__call__" in cls.__dict__:
+                found.add(cls)
+    return found
+
+
+def _form(found: list[Leaf]) -> list[tuple[str, tuple[int, ...], str]]:
+    return [(leaf.name, tuple(leaf.array.shape), str(leaf.array.dtype)) for leaf in found]
+
+
+def _explained(error: Exception) -> TraceError:
+    """What went wrong while MLX traced the step, where in the user's code, and what to do."""
+    text = str(error)
+    where = _where(error)
+    if "[eval] Attempting to eval" in text:
+        return TraceError(
+            f"the step reads a value while it is built{where}; evaluate, print and decide after the step has "
+            "returned, and choose between values with mx.where"
+        )
+    if "uncaptured inputs" in text:
+        return TraceError(
+            "the step uses an array of its state in a way that the state does not show; pass every module, "
+            "optimizer and array it reads with state=[...]"
+        )
+    if "CustomTransforms" in text:
+        return TraceError(
+            "the step uses a function that mx.checkpoint or mx.custom_function wrapped before the trace began; wrap "
+            "it inside the step (as mlx_lm's grad_checkpoint and mlx.nn.utils.checkpoint do)"
+        )
+    if "CustomKernel" in text or "metal_kernel" in text:
+        return TraceError(
+            "the step calls a custom Metal kernel, whose memory nothing states; trace it with the kernel replaced "
+            "by the MLX operations it stands for"
+        )
+    if "Unable to get state for primitive" in text:
+        name = text.rpartition(" ")[2]
+        return TraceError(f"MLX {mx.__version__} cannot export the primitive {name}, which the step uses")
+    return TraceError(f"the step raised {type(error).__name__}{where}: {text}")
+
+
+def _where(error: Exception) -> str:
+    """" at file.py:12 (`loss.item()`)", the innermost line that is not MLX's or oomguard's."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if "/oomguard/trace/" not in frame.filename and "/mlx/" not in frame.filename:
+            return f" at {frame.filename.rpartition('/')[2]}:{frame.lineno} (`{frame.line}`)"
+    return ""

@@ -1,0 +1,248 @@
+"""The graph exactly as the step built it, put together from two exports of it.
+
+``mx.export_function`` gives shapes, dtypes and arguments, but of a graph that is simplified already: equal
+siblings merged, copies dropped. Without ``mx.compile`` nothing of that happens, and the copies and doubles
+take their place in the evaluator's queue. ``mx.export_to_dot`` gives the true graph, but only names and
+edges. Both are walks from the same outputs, so the second is led along the first: a copy stands for its
+input, and every other primitive for the one the simplified graph has in its place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from oomguard.errors import TraceError
+from oomguard.trace.graph import Graph, Node
+
+NO_OPS = frozenset({"Copy", "StopGradient"})
+
+# Names in the drawing that export_function gives as an argument of a common primitive.
+RENAMED = {
+    **dict.fromkeys(("BitwiseAnd", "BitwiseOr", "BitwiseXor", "LeftShift", "RightShift"), "BitwiseBinary"),
+    **dict.fromkeys(("Log2", "Log10"), "Log"),
+    **dict.fromkeys(("And", "Or", "Sum", "Prod", "Min", "Max"), "Reduce"),
+    **dict.fromkeys(("CumSum", "CumProd", "CumMin", "CumMax", "CumLogaddexp"), "Scan"),
+    "NaNEqual": "Equal",
+    "Rsqrt": "Sqrt",
+}
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What ``export_to_dot`` wrote: primitives in depth-first order with the names of their arrays.
+
+    ``sources`` are the arrays nothing makes, in the order met. ``ends`` are what the ``StopGradient`` primitives
+    that nothing reads stand on: such an end is put on every array that must be found again.
+    """
+
+    sources: list[str] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+    primitives: list[str] = field(default_factory=list)
+    inputs: list[list[str]] = field(default_factory=list)
+    outputs: list[list[str]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Exported:
+    """What ``export_function`` said: arrays by name, and the primitive that makes each."""
+
+    inputs: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    constants: dict[str, mx.array] = field(default_factory=dict)
+    shapes: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    makers: dict[str, tuple[str, list[str], list[str], list[Any]]] = field(default_factory=dict)
+    dtypes: dict[Any, str] = field(default_factory=dict)
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        """The callback of ``mx.export_function``."""
+        kind = event["type"]
+        if kind == "primitive":
+            inputs = self._arrays(event["inputs"])
+            outputs = self._arrays(event["outputs"])
+            maker = (event["name"], inputs, outputs, event["arguments"])
+            for name in outputs:
+                self.makers[name] = maker
+        elif kind == "inputs":
+            self.inputs = self._arrays(event["inputs"])
+        elif kind == "outputs":
+            self.outputs = self._arrays(event["outputs"])
+        elif kind == "constants":
+            for name, array in event["constants"]:
+                self.constants[name] = array
+                self.shapes[name] = (tuple(array.shape), dtype_name(array.dtype))
+
+    def _arrays(self, described: list[tuple[str, tuple[int, ...], Any]]) -> list[str]:
+        shapes, dtypes = self.shapes, self.dtypes
+        names = []
+        for name, shape, dtype in described:
+            if name not in shapes:
+                known = dtypes.get(dtype)
+                if known is None:
+                    known = dtypes[dtype] = dtype_name(dtype)
+                shapes[name] = (tuple(shape), known)
+            names.append(name)
+        return names
+
+
+def dtype_name(dtype: Any) -> str:
+    """``float32`` for ``mx.float32``."""
+    return str(dtype).rpartition(".")[2]
+
+
+def read_dot(text: str) -> Drawn:
+    """Parses the output of ``mx.export_to_dot``; linear in its lines."""
+    drawn = Drawn()
+    inputs: list[str] = []
+    outputs: list[str] = []
+    for line in text.split("\n"):
+        first = line[:1]
+        if first == '"':
+            inputs.append(line[1 : line.index('"', 1)])
+        elif first.isdigit():
+            outputs.append(line[line.index('"') + 1 : -1])
+        elif first == "{" and (start := line.find('[label ="')) >= 0:
+            inputs, outputs = [], []
+            drawn.primitives.append(line[start + 9 : line.index('"', start + 9)])
+            drawn.inputs.append(inputs)
+            drawn.outputs.append(outputs)
+        elif line.startswith("{ rank=source"):
+            drawn.sources.append(line[16:-4])
+        elif line.startswith("{ rank=sink") and drawn.primitives[-1] == "StopGradient":
+            drawn.ends.append(inputs[0])
+            for column in (drawn.primitives, drawn.inputs, drawn.outputs):
+                column.pop()
+            outputs = []
+    return drawn
+
+
+def lead(drawn: Drawn, exported: Exported, roots: dict[str, str]) -> dict[str, str]:
+    """For each drawn array the exported one that has its shape, dtype and maker.
+
+    Args:
+        roots: drawn outputs and what they are in the export.
+
+    Raises:
+        TraceError: the two are not the same graph.
+    """
+    match = dict(roots)
+    makers = exported.makers
+    for number in range(len(drawn.primitives) - 1, -1, -1):
+        known = next((match[o] for o in drawn.outputs[number] if o in match), None)
+        if known is None:
+            continue
+        primitive, inputs = drawn.primitives[number], drawn.inputs[number]
+        if primitive in NO_OPS:
+            match[inputs[0]] = known
+            continue
+        maker = makers.get(known)
+        name = primitive.partition(" ")[0]
+        if maker is None or maker[0] != RENAMED.get(name, name) or len(maker[1]) != len(inputs):
+            raise TraceError(
+                f"MLX {mx.__version__} exports this step as two different graphs (at {name}); "
+                "please report it with the step"
+            )
+        for drawn_name, exported_name in zip(inputs, maker[1], strict=True):
+            match[drawn_name] = exported_name
+        for drawn_name, exported_name in zip(drawn.outputs[number], maker[2], strict=True):
+            match[drawn_name] = exported_name
+    return match
+
+
+@dataclass(slots=True)
+class Built:
+    """The graph, the array id of every drawn name, and the arrays that each mark, by number, stands on.
+
+    ``forward`` is the array the mark was put on, ``backward`` the cotangent that arrives at it.
+    """
+
+    graph: Graph
+    ids: dict[str, int]
+    forward: dict[int, int] = field(default_factory=dict)
+    backward: dict[int, int] = field(default_factory=dict)
+
+
+def build(
+    drawn: Drawn,
+    exported: Exported,
+    match: dict[str, str],
+    inputs: dict[str, int],
+    marked: dict[str, int],
+    graph: Graph,
+) -> Built:
+    """Builds the true graph, the marks of ``tags`` taken out.
+
+    Args:
+        match: from ``lead``.
+        inputs: drawn names that are graph inputs already, whatever makes them.
+        marked: number of the mark each mark's constant belongs to.
+        graph: has the arrays of ``inputs``; the rest is added to it.
+    """
+    ids = dict(inputs)
+    shapes, makers = exported.shapes, exported.makers
+    arguments: dict[int, tuple[Any, ...]] = {}
+    built = Built(graph, ids)
+    tags = dict(marked)
+
+    def array_of(name: str) -> int:
+        number = ids.get(name)
+        if number is None:
+            number = ids[name] = _constant(graph, exported, match[name])
+        return number
+
+    for number, label in enumerate(drawn.primitives):
+        outputs = drawn.outputs[number]
+        if outputs[0] in inputs or not any(o in match for o in outputs):
+            continue
+        read = drawn.inputs[number]
+        if read and read[-1] in tags or read and read[0] in tags:
+            if len(read) == 1:  # the constant on its way: to another dtype, to another shape
+                tags[outputs[0]] = tags[read[0]]
+                continue
+            if label not in ("Multiply", "Depends"):
+                raise TraceError(f"a mark of the trace was read by {label}; please report it with the step")
+            # array * tag in the forward, tag * cotangent in the backward
+            reverse = read[0] in tags
+            ids[outputs[0]] = array_of(read[1 if reverse else 0])
+            side = built.backward if reverse else built.forward
+            side[tags[read[0 if reverse else -1]]] = ids[outputs[0]]
+            continue
+        name = label.partition(" ")[0]
+        if name in NO_OPS:
+            given: tuple[Any, ...] = ()
+        else:
+            maker = makers[match[outputs[0]]]
+            given = arguments.get(id(maker), ())
+            if not given and maker[3]:
+                given = arguments[id(maker)] = tuple(_plain(value) for value in maker[3])
+        made = []
+        for output in outputs:
+            shape, dtype = shapes[match[output]]
+            made.append(graph.array(shape, dtype))
+            ids[output] = made[-1]
+        node = Node(RENAMED.get(name, name), [array_of(i) for i in read], made, given)
+        graph.append(node)
+    for name in drawn.ends:
+        if name in match:
+            array_of(name)
+    return built
+
+
+def _constant(graph: Graph, exported: Exported, name: str) -> int:
+    shape, dtype = exported.shapes[name]
+    array = exported.constants.get(name)
+    value = array.item() if array is not None and not shape else None
+    if isinstance(value, complex):
+        value = None
+    return graph.constant(value, shape, dtype)
+
+
+def _plain(value: Any) -> Any:
+    """Arguments as tuples, numbers and dtype names, so that two primitives' can be compared."""
+    if isinstance(value, list | tuple):
+        return tuple(_plain(v) for v in value)
+    if isinstance(value, mx.Dtype):
+        return dtype_name(value)
+    return value

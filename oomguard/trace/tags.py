@@ -1,0 +1,259 @@
+"""Marks on a graph while it is built: which module, block or checkpointed region an array enters and leaves.
+
+A mark changes no value and ``rawgraph`` takes it out again. A plain module's marks are ``mx.depends(array,
+constant)``, which shows in the forward only. A region whose backward must be found too is marked with
+``array * constant``: the gradient of the product is ``constant * cotangent`` with the same constant, so the
+mark shows where a cotangent enters and a gradient leaves.
+
+While ``Tags.installed`` is active, every module's ``__call__``, the functions of ``mx.fast``,
+``mx.checkpoint``, ``mx.custom_function`` and the optimizers' ``apply_gradients`` mark what goes in and out.
+``mx.checkpoint`` and ``mx.custom_function`` cannot be exported; they run the function plainly in between, and
+the region is recorded so that a later pass gives it back its meaning.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+
+from oomguard.trace.containers import map_leaves
+
+FAST = ("layer_norm", "rms_norm", "rope", "scaled_dot_product_attention")
+
+
+@dataclass(eq=False)
+class Call:
+    """One marked call, ``two_sided`` where its backward is wanted; the numbers of the marks on what went in
+    and what came out, in order."""
+
+    kind: str
+    name: str
+    block: int = -1
+    arguments: dict[str, Any] = field(default_factory=dict)
+    two_sided: bool = True
+    entering: list[int] = field(default_factory=list)
+    leaving: list[int] = field(default_factory=list)
+
+
+class Tags:
+    """Hands out marks, by number, and keeps the calls they belong to in the order the calls began."""
+
+    def __init__(self, modules: dict[int, str], blocks: dict[int, int]):
+        """Args:
+        modules: path of a module by ``id``.
+        blocks: block index of a module by ``id``, for the layers of the model's layer list.
+        """
+        self.modules = modules
+        self.blocks = blocks
+        self.calls: list[Call] = []
+        self.constants: list[mx.array] = []
+        self.warnings: list[str] = []
+        self._stack: list[int] = []
+        self._block = -1
+
+    def run(self, function: Callable[..., Any], call: Call, args: Any, kwargs: Any) -> Any:
+        """Calls the function with what goes in and what comes out marked."""
+        self.calls.append(call)
+        args, kwargs = self.mark((args, kwargs), call, call.entering)
+        return self.mark(function(*args, **kwargs), call, call.leaving)
+
+    def mark(self, tree: Any, call: Call, numbers: list[int]) -> Any:
+        """The tree with every array marked; the marks' numbers are added to ``numbers``."""
+
+        def one(array: mx.array) -> mx.array:
+            # Never zero-dimensional: equal scalars are merged, and two marks would become one.
+            constant = mx.array([len(self.constants)], mx.int32)
+            numbers.append(len(self.constants))
+            self.constants.append(constant)
+            if call.two_sided and array.ndim > 0 and mx.issubdtype(array.dtype, mx.inexact):
+                return array * constant.astype(array.dtype)
+            marked: mx.array = mx.depends([array], [constant])[0]
+            return marked
+
+        return map_leaves(tree, one)
+
+    # -- what is replaced while a step is captured ------------------------------------------------------
+
+    @contextmanager
+    def installed(self, module_classes: set[type], wrapped: list[Any]) -> Iterator[None]:
+        """Replaces calls by marked ones, everywhere they are referred to, and undoes it on leaving.
+
+        Args:
+            module_classes: those whose ``__call__`` is marked.
+            wrapped: functions that ``mx.checkpoint`` made before, from ``checkpointed_functions``.
+        """
+        with ExitStack() as stack:
+            for cls in module_classes:
+                stack.enter_context(_attribute(cls, "__call__", self._module_call(cls.__dict__["__call__"])))
+            for name in FAST:
+                stack.enter_context(_attribute(mx.fast, name, self._fast(name, getattr(mx.fast, name))))
+            for cls in {optim.Optimizer, optim.MultiOptimizer}:
+                stack.enter_context(
+                    _attribute(cls, "apply_gradients", self._apply_gradients(cls.__dict__["apply_gradients"]))
+                )
+            stack.enter_context(_everywhere(mx.checkpoint, self._checkpoint))
+            for function in wrapped:
+                stack.enter_context(_everywhere(function, self._checkpoint(gc.get_referents(function)[1])))
+            stack.enter_context(_everywhere(mx.custom_function, self._custom_function_class()))
+            yield
+
+    def _module_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        tags = self
+
+        @functools.wraps(original)
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            path = tags.modules.get(id(module))
+            if path is None or (tags._stack and tags._stack[-1] == id(module)):
+                return original(module, *args, **kwargs)
+            outer, tags._block = tags._block, tags.blocks.get(id(module), tags._block)
+            tags._stack.append(id(module))
+            try:
+                if id(module) in tags.blocks:
+                    return tags._block_call(module, path, original, args, kwargs)
+                call = Call("module", path, tags._block, two_sided=False)
+                return tags.run(functools.partial(original, module), call, args, kwargs)
+            finally:
+                tags._stack.pop()
+                tags._block = outer
+
+        return __call__
+
+    def _block_call(
+        self, module: nn.Module, path: str, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """A block's trainable parameters go in as well, and first: so ``mx.checkpoint`` is handed them."""
+        parameters = module.trainable_parameters()
+
+        def inner(marked: Any, *args: Any, **kwargs: Any) -> Any:
+            module.update(marked)
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                module.update(parameters)
+
+        return self.run(inner, Call("block", path, self._block), (parameters, *args), kwargs)
+
+    def _fast(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            plain = {k: v for k, v in kwargs.items() if not isinstance(v, mx.array)}
+            given = {"arguments": [None if isinstance(a, mx.array) else a for a in args], **plain}
+            return self.run(original, Call(f"fast.{name}", name, self._block, given), args, kwargs)
+
+        return marked
+
+    def _checkpoint(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            name = getattr(function, "__qualname__", type(function).__name__)
+            return self.run(function, Call("checkpoint", name, self._block), args, kwargs)
+
+        return checkpointed
+
+    def _custom_function_class(self) -> Callable[..., Any]:
+        tags = self
+
+        class CustomFunction:
+            """Runs plainly; remembers that a VJP of its own was given."""
+
+            def __init__(self, function: Callable[..., Any]):
+                self.function = function
+
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                name = getattr(self.function, "__qualname__", "custom_function")
+                return tags.run(self.function, Call("custom_function", name, tags._block), args, kwargs)
+
+            def vjp(self, function: Callable[..., Any]) -> Callable[..., Any]:
+                if not getattr(function, "recomputes", False):
+                    tags.warnings.append(
+                        f"the VJP that {getattr(self.function, '__qualname__', 'a custom function')} defines is not "
+                        "traced; its backward is counted as automatic differentiation builds it"
+                    )
+                return function
+
+            def jvp(self, function: Callable[..., Any]) -> Callable[..., Any]:
+                return function
+
+            def vmap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+                return function
+
+        return CustomFunction
+
+    def _apply_gradients(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        depth = 0
+
+        @functools.wraps(original)
+        def apply_gradients(optimizer: Any, gradients: Any, parameters: Any) -> Any:
+            nonlocal depth
+            if depth == 0:
+                call = Call("gradients", type(optimizer).__name__, two_sided=False)
+                self.calls.append(call)
+                gradients = self.mark(gradients, call, call.entering)
+            depth += 1
+            try:
+                return original(optimizer, gradients, parameters)
+            finally:
+                depth -= 1
+
+        return apply_gradients
+
+
+@contextmanager
+def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def checkpointed_functions() -> list[Any]:
+    """Functions that ``mx.checkpoint`` wrapped before the capture began.
+
+    MLX's transformed functions are all of one type. Those that keep nothing but the function they wrap come from
+    ``mx.checkpoint``, ``mx.grad`` or ``mx.value_and_grad``; called with nothing, a gradient complains of its own,
+    and the others hand the call on to a function that misses its arguments.
+    """
+    return [o for o in gc.get_objects() if type(o).__name__ == "_gc_func" and _is_checkpoint(o)]
+
+
+def _is_checkpoint(function: Any) -> bool:
+    parts = gc.get_referents(function)
+    if len(parts) != 2 or not hasattr(parts[1], "__code__") or not parts[1].__code__.co_argcount:
+        return False
+    try:
+        function()
+    except TypeError:
+        return True
+    except Exception:
+        return False
+    return False
+
+
+@contextmanager
+def _everywhere(original: Any, replacement: Any) -> Iterator[None]:
+    """Replaces an object in every dictionary, list and closure that refers to it."""
+    undo: list[Callable[[], None]] = []
+    for referrer in gc.get_referrers(original):
+        if isinstance(referrer, dict):
+            for key in [k for k, v in referrer.items() if v is original]:
+                referrer[key] = replacement
+                undo.append(functools.partial(referrer.__setitem__, key, original))
+        elif isinstance(referrer, types.CellType) and referrer.cell_contents is original:
+            referrer.cell_contents = replacement
+            undo.append(functools.partial(setattr, referrer, "cell_contents", original))
+    try:
+        yield
+    finally:
+        for action in undo:
+            action()
