@@ -83,7 +83,8 @@ def recompute(graph: Graph, segments: Sequence[Segment], *, bare: bool = False) 
         raise TraceError(
             "no block calls mx.fast.scaled_dot_product_attention; recompute whole blocks instead"
         )
-    _rewrite(result, calls, bare=bare)
+    if calls:
+        _rewrite(result, calls, bare=bare)
     return result
 
 
@@ -287,18 +288,23 @@ def _rewrite(graph: Graph, calls: Sequence[_Call], *, bare: bool) -> None:
             given = arguments
             if not bare:
                 given = _hand_on(graph, "Depends", arguments, [*arguments, *results], call, "recompute")
-            _recompute_call(graph, call, given, inside, backward)
+            _recompute_call(graph, call, arguments, given, inside, backward)
     _follow(graph, handed_on, calls, [inside for inside, _ in found])
     graph.remove_dead()
     graph.sort()
 
 
 def _recompute_call(
-    graph: Graph, call: _Call, given: list[int], inside: list[Node], backward: list[Node]
+    graph: Graph,
+    call: _Call,
+    arguments: list[int],
+    given: list[int],
+    inside: list[Node],
+    backward: list[Node],
 ) -> None:
     """Gives a call's backward a second forward to read, and the arguments as that second forward has them."""
     again = {}
-    for argument, i in zip(call.arguments, given, strict=True):
+    for argument, i in zip(arguments, given, strict=True):
         again[argument] = _hand_on(graph, "Copy", [i], [_source(graph, i)], call, "recompute")[0]
     needed = {i for node in backward for i in node.inputs}
     cloned: list[Node] = []
