@@ -2,45 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+import shlex
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from oomguard.config import OPTIMIZERS, CheckpointPolicy, ModelConfig
+from oomguard.config import CheckpointPolicy, ModelConfig
 from oomguard.errors import InputError
+from oomguard.settings import (
+    read_batch,
+    read_count,
+    read_dtype,
+    read_engine,
+    read_optimizer,
+    read_policy,
+)
 
 if TYPE_CHECKING:
     _ParamType = click.ParamType[Any]
 else:
     _ParamType = click.ParamType  # not generic before click 8.4
 
-AUTO: Literal["auto"] = "auto"
-
-MAX_COUNT = 2**31 - 1  # MLX holds a dimension in 32 bits
-
-DTYPE_NAMES = {
-    "float32": "float32",
-    "fp32": "float32",
-    "f32": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "fp16": "float16",
-    "f16": "float16",
-}
-
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-def near_names(value: str, known: Iterable[str]) -> str:
-    """``did you mean adam or adamw?``, or all the known names when none is near."""
-    import difflib
-
-    names = list(known)
-    near = difflib.get_close_matches(value.lower(), names, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(near)}?" if near else f"choose {', '.join(names)}"
 
 
 class Reader(_ParamType):
@@ -64,53 +51,6 @@ class Reader(_ParamType):
             raise InputError(f"{option}: {error}") from error
 
 
-def read_count(text: str) -> int:
-    """A whole number of at least 1."""
-    text = text.strip()
-    digits = text.removeprefix("-")
-    if not (digits.isascii() and digits.isdigit()):
-        raise InputError(f"{text!r} is not a whole number; write one such as 8")
-    count = int(text)
-    if count < 1:
-        raise InputError(f"{count} is too few; the least is 1")
-    if count > MAX_COUNT:
-        raise InputError(f"{count} is more than an MLX array can have in one dimension, {MAX_COUNT}")
-    return count
-
-
-def read_batch_or_auto(text: str) -> int | Literal["auto"]:
-    """``auto`` or a number of sequences."""
-    if text.strip().lower() == AUTO:
-        return AUTO
-    if text.strip().removeprefix("-").isdigit():
-        return read_count(text)
-    raise InputError(f"{text!r} is not a batch size; write a number of sequences such as 8, or auto")
-
-
-def read_policy_or_auto(text: str) -> CheckpointPolicy | Literal["auto"]:
-    """``auto`` or a checkpoint policy."""
-    if text.strip().lower() == AUTO:
-        return AUTO
-    try:
-        return CheckpointPolicy.parse(text)
-    except InputError as error:
-        raise InputError(f"{error}; or auto") from error
-
-
-def read_optimizer(text: str) -> str:
-    """One of ``config.OPTIMIZERS``."""
-    if text.lower() in OPTIMIZERS:
-        return text.lower()
-    raise InputError(f"unknown optimizer {text!r}; {near_names(text, OPTIMIZERS)}")
-
-
-def read_dtype(text: str) -> str:
-    """A dtype by its full or its short name, as its full name."""
-    if text.lower() in DTYPE_NAMES:
-        return DTYPE_NAMES[text.lower()]
-    raise InputError(f"unknown dtype {text!r}; choose fp32, bf16 or fp16")
-
-
 def _read_memory(text: str) -> int:
     from oomguard.budget import parse_memory
 
@@ -130,11 +70,12 @@ def _read_preset(text: str) -> ModelConfig:
 
 
 COUNT = Reader("count", read_count, "N")
-BATCH_OR_AUTO = Reader("batch", read_batch_or_auto, "N|auto")
+BATCH_OR_AUTO = Reader("batch", read_batch, "N|auto")
 POLICY = Reader("policy", CheckpointPolicy.parse)
-POLICY_OR_AUTO = Reader("policy", read_policy_or_auto, "POLICY|auto")
+POLICY_OR_AUTO = Reader("policy", read_policy, "POLICY|auto")
 OPTIMIZER = Reader("optimizer", read_optimizer, "NAME")
 DTYPE = Reader("dtype", read_dtype)
+ENGINE = Reader("engine", read_engine, "NAME")
 MEMORY = Reader("memory", _read_memory, "SIZE")
 HEADROOM = Reader("headroom", _read_headroom, "SIZE|PERCENT")
 PRESET = Reader("preset", _read_preset, "NAME")
@@ -172,7 +113,9 @@ def chosen_model(preset: ModelConfig | None, config: Path | None) -> ModelConfig
 def step_options(command: Command) -> Command:
     """``--ctx --optimizer --dtype --clip --compile``: what a step is, besides its batch and policy."""
     options = (
-        click.option("--ctx", type=COUNT, help="Tokens a sequence; the model's context if not given."),
+        click.option(
+            "--ctx", "ctx_tokens", type=COUNT, help="Tokens a sequence; the model's context if not given."
+        ),
         click.option(
             "--optimizer",
             type=OPTIMIZER,
@@ -197,22 +140,35 @@ def step_options(command: Command) -> Command:
     return command
 
 
+def device_option(command: Command) -> Command:
+    """``--device``: this machine, or another one by name."""
+    return click.option(
+        "--device",
+        metavar="NAME",
+        help="metal, cpu or cuda here, or another machine: m5-pro-48gb, metal-36gb, cpu-64gb, ...",
+    )(command)
+
+
 def budget_options(command: Command) -> Command:
     """``--memory --device --headroom``: what the run may use, and where."""
-    options = (
-        click.option("--memory", type=MEMORY, help="Use no more than this: 16GB, 16GiB, 900MiB."),
-        click.option(
-            "--device",
-            metavar="NAME",
-            help="Plan for metal, cpu or cuda here, or for another machine: m5-pro-48gb, cpu-64gb, ...",
-        ),
-        click.option(
-            "--headroom",
-            type=HEADROOM,
-            help="Leave this much of the budget unused: 10% or 1GiB. "
-            "Not given: 5% of what the machine has, 4 GiB at most, nothing of --memory.",
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+    command = click.option(
+        "--headroom",
+        type=HEADROOM,
+        help="Leave this much unused: 10% or 1GiB. Not given: 5% of what the machine has, 4 GiB at most, "
+        "and nothing of --memory.",
+    )(command)
+    command = device_option(command)
+    return click.option("--memory", type=MEMORY, help="Use no more than this: 16GB, 16GiB, 900MiB.")(command)
+
+
+def model_option_text(preset: ModelConfig | None, config: Path | None) -> str:
+    """How the command line named the model, to be said again in a command to run."""
+    return f"--preset {preset.name}" if preset is not None else f"--config {shlex.quote(str(config))}"
+
+
+def wants_colour() -> bool:
+    """Colour only on a terminal that shows it, and not where NO_COLOR or the caller says no."""
+    ctx = click.get_current_context(silent=True)
+    if ctx is not None and ctx.color is not None:
+        return ctx.color
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

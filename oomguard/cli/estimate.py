@@ -1,0 +1,82 @@
+"""``oomguard estimate``: what one configuration holds, phase by phase."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from oomguard.cli.options import (
+    COUNT,
+    POLICY,
+    chosen_model,
+    device_option,
+    model_options,
+    step_options,
+    wants_colour,
+)
+from oomguard.config import CheckpointPolicy, Dtype, ModelConfig, Optimizer, StepConfig, check_seq_len
+
+
+@click.command("estimate", short_help="What one configuration holds, phase by phase.")
+@model_options
+@click.option("--batch", type=COUNT, default="1", show_default=True, help="Sequences of a micro-batch.")
+@click.option(
+    "--grad-checkpoint",
+    type=POLICY,
+    default="none",
+    show_default=True,
+    help="none, every, stride=K|sqrt|auto, blocks=N, attention, attention,blocks=N or custom_function.",
+)
+@click.option("--accumulate", type=COUNT, default="1", show_default=True, help="Micro-batches of an update.")
+@step_options
+@device_option
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, schema oomguard.estimate/1.")
+def command(
+    preset: ModelConfig | None,
+    config: Path | None,
+    batch: int,
+    grad_checkpoint: CheckpointPolicy,
+    accumulate: int,
+    ctx_tokens: int | None,
+    optimizer: Optimizer,
+    dtype: Dtype,
+    clip: bool,
+    compiled: bool,
+    device: str | None,
+    as_json: bool,
+) -> None:
+    """Show what one configuration of a training step holds: its peak and band,
+    the peak of each phase, and what the largest of them is made of.
+
+    \b
+    oomguard estimate --preset huge --batch 8 --grad-checkpoint every
+    """
+    from oomguard.coefficients import load
+    from oomguard.device import find_device
+    from oomguard.estimate import estimate
+
+    model = chosen_model(preset, config)
+    step = StepConfig(
+        batch=batch,
+        seq_len=ctx_tokens or model.context,
+        accumulate=accumulate,
+        checkpoint=grad_checkpoint,
+        dtype=dtype,
+        optimizer=optimizer,
+        clip_norm=clip,
+        compiled=compiled,
+    )
+    check_seq_len(model, step)
+    machine = find_device(device)
+    coefficients = load(machine.backend, mlx_version=machine.mlx, device=machine.name)
+    found = estimate(model, step, coefficients, backend=machine.backend)
+    if as_json:
+        from oomguard.report.as_json import estimate_json
+
+        click.echo(json.dumps(estimate_json(model, step, found, coefficients), indent=2))
+    else:
+        from oomguard.report.estimate_text import estimate_text
+
+        click.echo(estimate_text(model, step, found, coefficients, wants_colour()))

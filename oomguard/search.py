@@ -1,0 +1,302 @@
+"""The search of a plan: for each checkpoint policy the largest batch that fits, then the fastest of them.
+
+A peak never falls when the batch grows, and rarely rises when more is recomputed, so both are found by
+galloping and bisection. Whether a candidate fits is never inferred, always asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from oomguard.budget import Budget
+from oomguard.config import (
+    EVERY_BLOCK,
+    NO_CHECKPOINT,
+    CheckpointPolicy,
+    ModelConfig,
+    StepConfig,
+    divisors,
+)
+
+if TYPE_CHECKING:
+    from oomguard.estimate import Estimate
+
+Estimator = Callable[[ModelConfig, StepConfig], "Estimate"]
+
+LARGEST_BATCH = 1 << 20
+SLOWER_IN_A_ROW = 4  # larger batches that lost to a smaller one before the search gives up on a kind
+SAME_SPEED = 0.01  # a difference in tokens/s that two fitted speeds cannot tell
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One setting of a step, its estimate, and whether it fits the budget.
+
+    It fits when the *high* end of the band is within the budget and no tensor passes the largest buffer.
+    """
+
+    step: StepConfig
+    estimate: Estimate
+    budget: Budget
+    engine: str = "estimate"
+
+    @property
+    def batch(self) -> int:
+        return self.step.batch
+
+    @property
+    def policy(self) -> CheckpointPolicy:
+        return self.step.checkpoint
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.estimate.peak_bytes
+
+    @property
+    def high_bytes(self) -> int:
+        return self.estimate.high_bytes
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What the high end of the band leaves of the budget; negative when it does not fit."""
+        return self.budget.budget_bytes - self.estimate.high_bytes
+
+    @property
+    def tensor_fits(self) -> bool:
+        largest = self.budget.largest_buffer_bytes
+        return largest is None or self.estimate.largest_tensor_bytes <= largest
+
+    @property
+    def fits(self) -> bool:
+        return self.headroom_bytes >= 0 and self.tensor_fits
+
+    @property
+    def cache_limit_bytes(self) -> int:
+        """The cache limit the plan assumes: what the allocator would keep, within what the budget leaves."""
+        wanted = self.estimate.footprint_bytes - self.estimate.peak_bytes
+        return max(0, min(wanted, self.headroom_bytes))
+
+    @property
+    def footprint_bytes(self) -> int:
+        """Peak and cache, the cache limited where the setting fits."""
+        if not self.fits:
+            return self.estimate.footprint_bytes
+        return self.estimate.peak_bytes + self.cache_limit_bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.step.tokens / self.estimate.step_seconds if self.estimate.step_seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The batches a search may take, ascending: a rung is a micro-batch and how many of them are accumulated.
+
+    With ``target_batch`` each rung divides it, and the accumulation makes up the rest.
+    """
+
+    batches: Sequence[int]
+    accumulate: int = 1
+    target_batch: int | None = None
+
+    @classmethod
+    def of(cls, batch: int | None, accumulate: int | None, target_batch: int | None) -> Ladder:
+        """The rungs that agree with what was asked for; None leaves a choice."""
+        if target_batch is not None:
+            fixed = batch or (target_batch // accumulate if accumulate else None)
+            return cls((fixed,) if fixed else tuple(divisors(target_batch)), target_batch=target_batch)
+        return cls((batch,) if batch else range(1, LARGEST_BATCH + 1), accumulate=accumulate or 1)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def step(self, template: StepConfig, policy: CheckpointPolicy, rung: int) -> StepConfig:
+        batch = self.batches[rung]
+        accumulate = self.target_batch // batch if self.target_batch else self.accumulate
+        return template.but(batch=batch, accumulate=accumulate, checkpoint=policy)
+
+
+def last_fitting(fits: Callable[[int], bool], size: int, guess: int = 0) -> int | None:
+    """The last index below ``size`` that fits, None when not even the first does.
+
+    Args:
+        fits: true up to some index, false from there on.
+        size: number of indices.
+        guess: where to start; a good one costs two or three calls.
+    """
+    low, high, stride = -1, size, 1
+    probe = min(guess, size - 1)
+    while low + 1 < high:
+        if fits(probe):
+            low = probe
+        else:
+            high = probe
+        if high == size and low >= 0:  # gallop up
+            probe = min(low + stride, size - 1)
+        elif low == -1 and high > 0:  # gallop down
+            probe = max(high - stride, 0)
+        else:
+            probe = (low + high) // 2
+        stride *= 2
+    return None if low < 0 else low
+
+
+class Search:
+    """Estimates of one model under one budget, each setting asked once."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        template: StepConfig,
+        ladder: Ladder,
+        budget: Budget,
+        estimator: Estimator,
+    ) -> None:
+        self.model = model
+        self.template = template
+        self.ladder = ladder
+        self.budget = budget
+        self._estimator = estimator
+        self._known: dict[tuple[CheckpointPolicy, int], Candidate] = {}
+        self._largest: dict[CheckpointPolicy, int | None] = {}
+
+    def at(self, policy: CheckpointPolicy, rung: int) -> Candidate:
+        """The candidate on one rung of the ladder."""
+        key = (policy, rung)
+        if key not in self._known:
+            step = self.ladder.step(self.template, policy, rung)
+            self._known[key] = Candidate(step, self._estimator(self.model, step), self.budget)
+        return self._known[key]
+
+    def largest_rung(self, policy: CheckpointPolicy, guess: int = 0) -> int | None:
+        """The highest rung that fits with that policy, None when none does."""
+        if policy not in self._largest:
+            self._largest[policy] = last_fitting(
+                lambda rung: self.at(policy, rung).fits, len(self.ladder), guess
+            )
+        return self._largest[policy]
+
+    def best(self, policy: CheckpointPolicy, guess: int = 0) -> Candidate:
+        """The largest that fits with that policy; where none does, the smallest, which does not fit."""
+        return self.at(policy, self.largest_rung(policy, guess) or 0)
+
+    def all_ends(self, families: Families) -> list[Candidate]:
+        """``best`` without recompute, and with the most recompute of each kind."""
+        candidates, guess = [], 0
+        for policy in families.ends:
+            candidates.append(self.best(policy, guess))
+            guess = self.largest_rung(policy) or 0
+        return candidates
+
+    def partly(self, family: Sequence[CheckpointPolicy], best: Candidate | None) -> list[Candidate]:
+        """For batches that need some recompute, the least of a family that makes each fit.
+
+        Args:
+            family: policies, the less recomputed the earlier; the last one is an end.
+            best: the fastest found so far. Nothing that recomputes is faster than no recompute at the
+                largest batch, so nothing is looked for once that is reached.
+        """
+        top = self.largest_rung(family[-1])
+        plain = self.largest_rung(NO_CHECKPOINT)
+        start = 0 if plain is None else plain + 1
+        if top is None or start > top or len(family) < 2:
+            return []
+        ceiling = (1 - SAME_SPEED) * self.at(NO_CHECKPOINT, top).tokens_per_second
+        found: list[Candidate] = []
+        top_speed = best.tokens_per_second if best else 0.0
+        guess = slower = 0
+        for rung in _rungs(start, top):
+            if top_speed >= ceiling or slower == SLOWER_IN_A_ROW:
+                break
+            guess = self._least(family, rung, guess)
+            found.append(self.at(family[guess], rung))
+            speed = found[-1].tokens_per_second
+            slower = 0 if speed > top_speed else slower + 1
+            top_speed = max(top_speed, speed)
+        return found
+
+    def _least(self, family: Sequence[CheckpointPolicy], rung: int, guess: int) -> int:
+        """Index of the policy that recomputes least and still fits on that rung; the last one does fit."""
+        short = last_fitting(lambda i: not self.at(family[i], rung).fits, len(family) - 1, guess)
+        return 0 if short is None else short + 1
+
+    def above(self, candidate: Candidate) -> Candidate | None:
+        """The rung above a candidate's, None at the top of the ladder."""
+        rung = self.rung_of(candidate) + 1
+        return self.at(candidate.policy, rung) if rung < len(self.ladder) else None
+
+    def rung_of(self, candidate: Candidate) -> int:
+        return self.ladder.batches.index(candidate.batch)
+
+    def smallest_as_fast(self, candidate: Candidate, share: float) -> Candidate:
+        """The lowest rung of the same policy that still has ``share`` of the candidate's tokens/s."""
+        enough = share * candidate.tokens_per_second
+        top = self.rung_of(candidate)
+        slow = last_fitting(
+            lambda rung: self.at(candidate.policy, rung).tokens_per_second < enough, top, top // 2
+        )
+        return self.at(candidate.policy, 0 if slow is None else slow + 1)
+
+
+def _rungs(start: int, top: int) -> Iterator[int]:
+    """Rungs from ``start`` to ``top``: each of the first eight, then every further eighth of the way up."""
+    rung = start
+    while rung <= top:
+        yield rung
+        rung += max(1, (rung - start) // 8)
+
+
+@dataclass(frozen=True)
+class Families:
+    """The checkpoint policies a plan considers, by kind; in each, the less recomputed the earlier."""
+
+    n_layers: int
+
+    @cached_property
+    def attention(self) -> list[CheckpointPolicy]:
+        """Only the attention core, of one block, two, ..., all."""
+        some = [CheckpointPolicy(policy="attention", blocks=n) for n in range(1, self.n_layers)]
+        return [*some, CheckpointPolicy(policy="attention")]
+
+    @cached_property
+    def blocks(self) -> list[CheckpointPolicy]:
+        """Whole blocks: one, two, ..., every one."""
+        some = [CheckpointPolicy(policy="blocks", blocks=n) for n in range(1, self.n_layers)]
+        return [*some, EVERY_BLOCK]
+
+    @cached_property
+    def strides(self) -> list[CheckpointPolicy]:
+        """Segments of several blocks: for models whose blocks save little more than their input."""
+        root = CheckpointPolicy(policy="stride", stride="sqrt").resolved_stride(self.n_layers, 1.0)
+        sizes = sorted({2, root} - {1})
+        return [CheckpointPolicy(policy="stride", stride=k) for k in sizes if k <= self.n_layers]
+
+    @cached_property
+    def ends(self) -> list[CheckpointPolicy]:
+        """No recompute, then the most recompute of each kind."""
+        return [NO_CHECKPOINT, self.attention[-1], EVERY_BLOCK, *self.strides]
+
+
+def recomputed_share(policy: CheckpointPolicy, n_layers: int) -> float:
+    """How much of a model is recomputed, 0 to 1; the attention core of a block counts a quarter of it."""
+    weight = {"block": 1.0, "attention": 0.25}
+    return sum(len(s) * weight[s.region] for s in policy.segments(n_layers)) / n_layers
+
+
+def fastest(candidates: Iterable[Candidate], n_layers: int) -> Candidate | None:
+    """The fitting candidate with the most tokens a second; among equals the one that recomputes least."""
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    if not fitting:
+        return None
+    top = max(candidate.tokens_per_second for candidate in fitting)
+    equals = [c for c in fitting if c.tokens_per_second >= (1 - SAME_SPEED) * top]
+    return min(equals, key=lambda c: (recomputed_share(c.policy, n_layers), -c.tokens_per_second))
+
+
+def as_traced(candidate: Candidate, traced: Estimate) -> Candidate:
+    """The candidate with a traced peak in the place of the estimated one; its speed stays."""
+    timed = replace(traced, step_seconds=candidate.estimate.step_seconds)
+    return replace(candidate, estimate=timed, engine="trace")

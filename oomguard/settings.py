@@ -1,0 +1,119 @@
+"""Settings as a person writes them, on the command line or in Python, and what would work instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from oomguard.config import OPTIMIZERS, CheckpointPolicy, Dtype, Optimizer
+from oomguard.errors import InputError
+
+AUTO: Literal["auto"] = "auto"
+Auto = Literal["auto"]
+Engine = Literal["estimate", "trace", "auto"]
+
+ENGINES: tuple[Engine, ...] = ("estimate", "trace", "auto")
+MAX_COUNT = 2**31 - 1  # MLX holds a dimension in 32 bits
+
+DTYPES: dict[str, Dtype] = {
+    "float32": "float32",
+    "fp32": "float32",
+    "f32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+    "f16": "float16",
+}
+
+
+def near_names(value: str, known: Iterable[str]) -> str:
+    """``did you mean adam or adamw?``, or all the known names when none is near."""
+    import difflib
+
+    names = list(known)
+    near = difflib.get_close_matches(value.lower(), names, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(near)}?" if near else f"choose {', '.join(names)}"
+
+
+def read_count(value: str | int) -> int:
+    """A whole number of at least 1.
+
+    Raises:
+        InputError: anything else.
+    """
+    text = str(value).strip()
+    digits = text.removeprefix("-")
+    if isinstance(value, bool) or not (digits.isascii() and digits.isdigit()):
+        raise InputError(f"{value!r} is not a whole number; write one such as 8")
+    if len(digits) > 10 or abs(int(text)) > MAX_COUNT:
+        raise InputError(f"{text} does not fit into a dimension of an MLX array, {MAX_COUNT} at most")
+    if int(text) < 1:
+        raise InputError(f"{text} is too few; the least is 1")
+    return int(text)
+
+
+def read_batch(value: str | int) -> int | Auto:
+    """``auto`` or a number of sequences.
+
+    Raises:
+        InputError: anything else.
+    """
+    text = str(value).strip().lower()
+    if text == AUTO:
+        return AUTO
+    if not text.removeprefix("-").isdigit():
+        raise InputError(f"{value!r} is not a batch size; write a number of sequences such as 8, or auto")
+    return read_count(value)
+
+
+def read_policy(value: str | CheckpointPolicy) -> CheckpointPolicy | Auto:
+    """``auto`` or a checkpoint policy.
+
+    Raises:
+        InputError: anything else.
+    """
+    if isinstance(value, CheckpointPolicy):
+        return value
+    if value.strip().lower() == AUTO:
+        return AUTO
+    try:
+        return CheckpointPolicy.parse(value)
+    except InputError as error:
+        raise InputError(f"{error}; or auto to let the plan choose") from error
+
+
+def read_optimizer(value: str) -> Optimizer:
+    """One of ``config.OPTIMIZERS``.
+
+    Raises:
+        InputError: another name; the text gives the near ones.
+    """
+    name = value.strip().lower()
+    if name in OPTIMIZERS:
+        return name
+    raise InputError(f"unknown optimizer {value!r}; {near_names(name, OPTIMIZERS)}")
+
+
+def read_dtype(value: str) -> Dtype:
+    """A dtype by its full or its short name.
+
+    Raises:
+        InputError: another name.
+    """
+    dtype = DTYPES.get(value.strip().lower())
+    if dtype is None:
+        raise InputError(f"unknown dtype {value!r}; choose fp32, bf16 or fp16")
+    return dtype
+
+
+def read_engine(value: str) -> Engine:
+    """``estimate``, ``trace`` or ``auto``.
+
+    Raises:
+        InputError: another name.
+    """
+    name = value.strip().lower()
+    if name in ENGINES:
+        return name
+    raise InputError(f"unknown engine {value!r}; {near_names(name, ENGINES)}")

@@ -1,0 +1,262 @@
+"""The plan: its choice, its budget, what it says when nothing fits, and what confirms it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from plan_fakes import HERE, SHAPE, FakeCoefficients, FakeEstimate, FakeEstimator, request
+
+from oomguard.budget import Headroom
+from oomguard.config import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy, ModelConfig, StepConfig
+from oomguard.errors import InputError
+from oomguard.planner import Plan, Request, answer, check_request, largest_batch, plan, read_model
+from oomguard.units import GIB, MIB
+
+
+def ask(asked: Request, estimator: FakeEstimator | None = None, **rest: object) -> Plan:
+    return answer(
+        asked,
+        HERE,
+        estimator=estimator or FakeEstimator(),
+        calibration=FakeCoefficients(),
+        **rest,  # type: ignore[arg-type]
+    )
+
+
+def test_plan_is_maximal() -> None:
+    found = ask(request(memory_bytes=100 * MIB))
+    assert found.choice is not None
+    assert found.next_up is not None
+    assert found.next_up.batch == found.choice.batch + 1
+    assert found.next_up.policy == found.choice.policy
+    assert found.choice.fits
+    assert not found.next_up.fits
+
+
+def test_high_end_of_the_band_must_fit() -> None:
+    sure = ask(request(memory_bytes=100 * MIB))
+    unsure = ask(request(memory_bytes=100 * MIB), FakeEstimator(band=0.2))
+    assert sure.choice is not None
+    assert unsure.choice is not None
+    assert unsure.choice.batch < sure.choice.batch
+    assert unsure.choice.high_bytes <= 100 * MIB < 1.25 * unsure.choice.peak_bytes
+
+
+def test_no_recompute_is_chosen_before_some_and_some_before_all() -> None:
+    sizes = [ask(request(batch=8, memory_bytes=size * MIB)).choice for size in (2000, 62, 30)]
+    plain, some, every = sizes
+    assert plain is not None
+    assert some is not None
+    assert every is not None
+    assert plain.policy == NO_CHECKPOINT
+    assert some.policy.policy in ("attention", "blocks")
+    assert 0 < len(some.policy.segments(SHAPE.n_layers)) <= SHAPE.n_layers
+    assert every.policy.policy in ("blocks", "every")
+    assert plain.tokens_per_second > some.tokens_per_second > every.tokens_per_second
+
+
+def test_fixed_policy_is_kept() -> None:
+    found = ask(request(checkpoint=EVERY_BLOCK, memory_bytes=100 * MIB))
+    assert found.choice is not None
+    assert found.choice.policy == EVERY_BLOCK
+    assert {c.policy for c in found.candidates} == {EVERY_BLOCK}
+
+
+def test_target_batch_takes_the_largest_micro_batch_that_divides_it() -> None:
+    found = ask(request(checkpoint=NO_CHECKPOINT, target_batch=24, memory_bytes=100 * MIB))
+    free = ask(request(checkpoint=NO_CHECKPOINT, memory_bytes=100 * MIB))
+    assert found.choice is not None
+    assert free.choice is not None
+    assert found.choice.batch * found.choice.step.accumulate == 24
+    larger = [n for n in (1, 2, 3, 4, 6, 8, 12, 24) if n > found.choice.batch]
+    assert larger == [] or larger[0] > free.choice.batch - 1
+
+
+def test_nothing_fits_is_a_result_that_names_the_least() -> None:
+    found = ask(request(memory_bytes=MIB))
+    assert found.choice is None
+    assert not found.fits
+    assert found.smallest is not None
+    assert found.smallest.batch == 1
+    assert found.smallest.headroom_bytes < 0
+    assert found.smallest.high_bytes == min(c.high_bytes for c in found.candidates)
+    assert found.smallest in found.candidates
+
+
+def test_nothing_fits_names_a_change_that_fits() -> None:
+    found = ask(request(batch=64, checkpoint=NO_CHECKPOINT, memory_bytes=150 * MIB))
+    assert found.choice is None
+    options = dict(found.reliefs)
+    assert set(options) >= {
+        "--grad-checkpoint auto",
+        "--target-batch 64",
+        "--batch auto --grad-checkpoint auto",
+    }
+    assert all(candidate.fits for candidate in options.values())
+    spread = options["--target-batch 64"]
+    assert spread.batch * spread.step.accumulate == 64
+
+
+def test_largest_of_the_shorter_contexts_that_fit_is_named() -> None:
+    base = ask(request(memory_bytes=6 * MIB))
+    shorter = [options for options, _ in base.reliefs if options.startswith("--ctx")]
+    assert shorter == ["--ctx 64"]
+
+
+def test_speed_levels_off_is_said_with_a_smaller_batch() -> None:
+    found = ask(request(checkpoint=NO_CHECKPOINT, memory_bytes=4 * GIB))
+    assert found.choice is not None
+    assert found.as_fast_from is not None
+    assert found.as_fast_from.batch < found.choice.batch // 2
+    assert found.as_fast_from.tokens_per_second >= 0.97 * found.choice.tokens_per_second
+
+
+def test_tradeoff_compares_the_ends_at_one_batch() -> None:
+    found = ask(request(memory_bytes=100 * MIB))
+    assert found.tradeoff is not None
+    assert found.tradeoff.every.batch > found.tradeoff.plain.batch
+    assert 0.2 < found.tradeoff.slowdown < 0.4
+
+
+def test_cache_limit_never_takes_the_footprint_over_the_budget() -> None:
+    found = ask(request(memory_bytes=100 * MIB), FakeEstimator(band=0.05))
+    assert found.choice is not None
+    assert found.choice.high_bytes + found.choice.cache_limit_bytes <= 100 * MIB
+    assert found.choice.footprint_bytes == found.choice.peak_bytes + found.choice.cache_limit_bytes
+
+
+def test_breakdown_of_every_candidate_sums_to_its_peak() -> None:
+    for candidate in ask(request(memory_bytes=100 * MIB)).candidates:
+        assert sum(candidate.estimate.breakdown.values()) == candidate.peak_bytes
+
+
+def test_headroom_is_left_unused() -> None:
+    found = ask(request(memory_bytes=100 * MIB, headroom=Headroom(share=0.5)))
+    assert found.budget.budget_bytes == 50 * MIB
+
+
+def test_more_memory_than_the_machine_has_is_said() -> None:
+    found = ask(request(memory_bytes=32 * GIB))
+    assert found.budget.bound_by == "memory free now"
+    assert any("32.0 GiB was allowed" in warning for warning in found.warnings)
+
+
+def test_other_mlx_than_the_calibration_is_said() -> None:
+    found = answer(
+        request(), replace(HERE, mlx="0.99.0"), estimator=FakeEstimator(), calibration=FakeCoefficients()
+    )
+    assert any("0.99.0" in warning and "0.32.4" in warning for warning in found.warnings)
+
+
+def test_warning_of_the_estimate_reaches_the_plan_once() -> None:
+    found = ask(request(memory_bytes=100 * MIB), FakeEstimator(warnings=("outside the fitted range",)))
+    assert found.warnings.count("outside the fitted range") == 1
+
+
+def traced_by(factor: float) -> FakeEstimator:
+    """A tracer that finds ``factor`` times the estimated peak."""
+    fake = FakeEstimator()
+
+    class Traced(FakeEstimator):
+        def __call__(self, model: ModelConfig, step: StepConfig) -> FakeEstimate:
+            found = fake(model, step)
+            self.calls.append(step)
+            scaled = {name: int(size * factor) for name, size in found.breakdown.items()}
+            peak = sum(scaled.values())
+            return replace(
+                found, breakdown=scaled, peak_bytes=peak, low_bytes=peak, high_bytes=peak, step_seconds=0
+            )
+
+    return Traced()
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.0, 1.12])
+def test_trace_moves_the_choice_to_the_batch_it_finds(factor: float) -> None:
+    tracer = traced_by(factor)
+    found = ask(
+        request(checkpoint=NO_CHECKPOINT, memory_bytes=100 * MIB), FakeEstimator(band=0.02), tracer=tracer
+    )
+    assert found.choice is not None
+    assert found.next_up is not None
+    assert found.choice.engine == found.next_up.engine == "trace"
+    assert found.choice.fits
+    assert not found.next_up.fits
+    assert len(tracer.calls) <= 12
+    assert found.choice.tokens_per_second > 0
+
+
+def test_trace_outside_the_band_is_believed_and_said() -> None:
+    found = ask(
+        request(checkpoint=NO_CHECKPOINT, memory_bytes=100 * MIB),
+        FakeEstimator(band=0.02),
+        tracer=traced_by(1.12),
+    )
+    assert any("the trace is believed" in warning for warning in found.warnings)
+
+
+def test_trace_inside_the_band_says_nothing() -> None:
+    found = ask(request(memory_bytes=100 * MIB), FakeEstimator(band=0.02), tracer=traced_by(1.0))
+    assert found.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"batch": 5, "target_batch": 12}, "batch 5 does not divide the target batch 12; 4 or 6 would"),
+        ({"accumulate": 5, "target_batch": 12}, "accumulate 5 does not divide the target batch 12"),
+        ({"batch": 4, "accumulate": 4, "target_batch": 32}, "batch 4 times accumulate 4 is 16"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused(changes: dict[str, int], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        check_request(request(**changes))
+
+
+def test_sequence_longer_than_the_context_is_refused() -> None:
+    with pytest.raises(InputError, match="longer than"):
+        plan(SHAPE, seq_len=4096)
+
+
+def test_shape_can_be_a_dictionary_and_says_its_mistake() -> None:
+    shape = SHAPE.model_dump()
+    assert read_model(shape) == SHAPE
+    with pytest.raises(InputError, match="n_heads 3 does not divide d_model 64"):
+        read_model({**shape, "n_heads": 3})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"batch": 0}, "0 is too few"),
+        ({"batch": "many"}, "'many' is not a batch size"),
+        ({"batch": 10**12}, "does not fit into a dimension"),
+        ({"memory": "lots"}, "'lots' is not a size"),
+        ({"memory": 0}, "holds nothing"),
+        ({"memory": "3PB"}, "more memory than any machine has"),
+        ({"optimizer": "adamm"}, "did you mean adam or adamw"),
+        ({"dtype": "int8"}, "choose fp32, bf16 or fp16"),
+        ({"grad_checkpoint": "evry"}, "is not a checkpoint policy"),
+        ({"headroom": "100%"}, "leaves nothing to use"),
+        ({"headroom": "some"}, "is not a headroom"),
+        ({"engine": "trase"}, "did you mean trace"),
+        ({"device": "m5pro-48gb"}, "did you mean m5-pro-48gb"),
+        ({"accumulate": -1}, "-1 is too few"),
+    ],
+)
+def test_wrong_value_is_told_with_what_would_work(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        plan("tiny", **settings)  # type: ignore[arg-type]
+
+
+def test_largest_batch_is_zero_when_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oomguard.planner._calibrated", lambda device: (FakeCoefficients(), FakeEstimator()))
+    assert largest_batch(SHAPE, memory="1MiB") == 0
+    plain = largest_batch(SHAPE, memory="100MiB")
+    every = largest_batch(SHAPE, memory="100MiB", grad_checkpoint="every")
+    assert 0 < plain < every <= largest_batch(SHAPE, memory="100MiB", grad_checkpoint="auto")
+
+
+def test_policy_that_recomputes_nothing_is_accepted() -> None:
+    found = ask(request(checkpoint=CheckpointPolicy.parse("blocks=0"), memory_bytes=100 * MIB))
+    assert found.choice is not None
