@@ -118,7 +118,7 @@ class Region:
 
     Its backward is what stands between ``cotangents`` (of each output, as they enter) and ``gradients`` (of
     each input, as they leave, before they are added to what other readers of that input contribute); None
-    where nothing is differentiated. ``marks`` finds both.
+    where nothing is differentiated.
     """
 
     kind: str
