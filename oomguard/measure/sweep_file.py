@@ -21,9 +21,9 @@ FORMAT = """A sweep file is JSON: a list of entries, or {"note": ..., "entries":
 entry a line. An entry is an object; a value that is a list is multiplied out:
 
 \b
-  {"preset": ["tiny", "small"], "batch": [1, 2, 4], "checkpoint": ["none", "every"]}
+  {"preset": ["tiny", "small"], "batch": [1, 2, 4], "checkpoint": "every"}
 
-is 12 configurations. Shape: "preset" (or "config", a file), changed by "n_layers", "d_model", "n_heads",
+is 6 configurations. Shape: "preset" (or "config", a file), changed by "n_layers", "d_model", "n_heads",
 "d_mlp" (4 x d_model if not given), "context", "vocab_size", "dropout". Step: "batch" (needed), "seq_len" or
 "ctx" (the context if not given), "accumulate", "evaluate_micro_steps", "checkpoint", "dtype", "optimizer",
 "clip_norm", "compiled". Or {"case": NAME}, where NAME may hold * and ?."""
