@@ -18,6 +18,10 @@ asked for (frozen weights of a LoRA run): they take memory for as long as the pr
 
 Attention stays as captured, decomposed, wherever MLX decomposes it on the target too; see
 ``fuses_attention``. A graph captured on the target itself needs none of this.
+
+For the CPU there is one thing to undo. The marks that delimit a region also group what its primitives add to
+the gradient of an input: ``residual + (a + b)``. Without them MLX adds in the order it differentiates,
+``(residual + a) + b``, and another sum is alive meanwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from oomguard.trace.graph import Graph, Region
+from oomguard.trace.graph import Graph, Node, Region
 
 Backend = Literal["cpu", "metal", "cuda"]
 Version = tuple[int, int, int]
@@ -57,13 +61,17 @@ def lower(graph: Graph, target: Target) -> Graph:
 
     Args:
         graph: captured on the CPU, no policy applied; unchanged.
-        target: a ``cpu`` target gives a copy.
+        target: what runs it; for ``cpu`` too, see above.
 
     Returns:
         A new graph in topological order, with the captured regions.
     """
     result = graph.copy()
     if target.backend == "cpu":
+        for region in reversed(result.regions):
+            if region.kind.startswith("fast."):
+                _ungroup(result, region)
+        result.sort()
         return result
     training = any(i is not None for region in graph.regions for i in region.gradients)
     lowering = _Lowering(result)
@@ -103,6 +111,38 @@ def fuses_attention(graph: Graph, region: Region, target: Target, training: bool
 
 METAL_ATTENTION_BACKWARD: Version = (0, 32, 3)
 _METAL_HEAD_DIMS = (64, 72, 80, 96, 128)
+
+
+def _ungroup(graph: Graph, region: Region) -> None:
+    """Adds what a region gives to the gradient of each input one by one to what other readers give."""
+    inside = {id(node) for node in graph.region_nodes(region)}
+    for i, gradient in zip(region.inputs, region.gradients, strict=True):
+        reads = [node for node in graph.nodes if node.phase == "forward" for j in node.inputs if j == i]
+        within = sum(id(node) in inside for node in reads)
+        readers = [node for node in graph.nodes if gradient in node.inputs]
+        if gradient is None or within < 2 or within == len(reads) or len(readers) != 1:
+            continue
+        outer = readers[0]
+        terms, sums = _terms(graph, gradient, within)
+        if outer.primitive == "Add" and outer.inputs[1] == gradient and len(terms) == within:
+            total = outer.inputs[0]
+            for node, term in zip([*sums, outer], terms, strict=True):
+                node.inputs = [total, term]
+                total = node.outputs[0]
+
+
+def _terms(graph: Graph, total: int, count: int) -> tuple[list[int], list[Node]]:
+    """The terms of a sum that adds to the right ``count - 1`` times, and its nodes, innermost first."""
+    terms: list[int] = []
+    sums: list[Node] = []
+    while len(sums) < count - 1:
+        node = graph.arrays[total].producer
+        if node is None or node.primitive != "Add":
+            break
+        total, term = node.inputs
+        terms.insert(0, term)
+        sums.insert(0, node)
+    return [total, *terms], sums
 
 
 class _Lowering:

@@ -305,7 +305,7 @@ def _recompute_call(
     """Gives a call's backward a second forward to read, and the arguments as that second forward has them."""
     again = {}
     for argument, i in zip(arguments, given, strict=True):
-        again[argument] = _hand_on(graph, "Copy", [i], [_source(graph, i)], call, "recompute")[0]
+        again[argument] = _hand_on(graph, "Copy", [i], [i], call, "recompute")[0]
     needed = {i for node in backward for i in node.inputs}
     cloned: list[Node] = []
     for node in reversed(inside):
