@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tarfile
 import tomllib
 import zipfile
@@ -144,3 +146,20 @@ def test_editable_install_shows_edits_without_reinstalling(editable: Environment
     top, model = map(Path, where.stdout.split())
     assert top.resolve() == project / "oomguard" / "__init__.py"
     assert model.resolve() == project / "model" / "__init__.py"
+
+
+def test_type_checker_sees_the_types_of_an_installed_oomguard(installed: Environment, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import oomguard.calibration\nimport oomguard.model\nfrom oomguard.units import parse_bytes\n\n"
+        "reveal_type(parse_bytes('16GB'))\nparse_bytes(None)\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--follow-imports=silent"]
+    checked = subprocess.run(
+        [*command, "--python-executable", installed.python, "mine.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert 'Revealed type is "int"' in checked.stdout.replace("builtins.", ""), checked.stdout
+    assert "mine.py:6: error: Argument 1" in checked.stdout
+    assert "Found 1 error in 1 file" in checked.stdout
