@@ -1,4 +1,4 @@
-"""What runs beside training: keeps MLX within the limits a plan assumes, and warns before the budget is passed.
+"""What runs beside training: keeps MLX within a plan's limits, and warns before the budget is passed.
 
 with oomguard.Guard.of(plan) as guard:
     for batch in batches:
@@ -13,6 +13,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -63,8 +64,8 @@ class Guard:
         predicted_bytes: the predicted peak, to be shown beside the real one.
         high_bytes: the high end of the prediction; a peak above it is said.
         cache_limit_bytes: the cache the allocator may keep; None leaves the limit as it is.
-        memory_limit_bytes: above it MLX waits for running kernels before it starts more, which lowers the peak
-            and costs time; None for the budget.
+        memory_limit_bytes: above it MLX waits for running kernels before it starts more, which lowers the
+            peak and costs time; None for the budget.
         warn_at: share of the budget at which the guard warns.
         on_notice: called with each Notice; None raises a ``GuardWarning`` through ``warnings.warn``.
 
@@ -181,18 +182,18 @@ class Guard:
             self._say("prediction", f"{after}: above the predicted {high} at most", reading)
         growth = self._growth_bytes()
         if growth > GROWTH_SHARE * self.budget_bytes:
-            left = max(0, self.budget_bytes - reading.peak_bytes) // growth
+            left = max(0, self.budget_bytes - reading.peak_bytes) // growth + 1
             text = (
-                f"active memory grew by {format_bytes(growth)} a step for {GROWTH_STEPS} steps; at that rate the "
-                f"budget of {budget} is passed in {left} steps. Does something keep arrays of earlier steps, such "
-                "as losses that were never evaluated?"
+                f"active memory grew by {format_bytes(growth)} a step for {GROWTH_STEPS} steps; at that rate "
+                f"the budget of {budget} is passed in {left} steps. Does something keep arrays of earlier "
+                "steps, such as losses that were never evaluated?"
             )
             self._say("growth", text, reading)
 
     def _growth_bytes(self) -> int:
         """Growth a step of the active memory if it grew in each of the last steps, else 0."""
         recent = list(self._recent)
-        if len(recent) <= GROWTH_STEPS or any(b <= a for a, b in zip(recent, recent[1:], strict=False)):
+        if len(recent) <= GROWTH_STEPS or any(b <= a for a, b in pairwise(recent)):
             return 0
         return (recent[-1] - recent[0]) // GROWTH_STEPS
 
@@ -215,11 +216,10 @@ class Guard:
         """One line: predicted, peak, active, cache, budget."""
         if self.last is None:
             return "no step was checked"
-        predicted = (
-            "" if self.predicted_bytes is None else f"predicted {format_bytes(self.predicted_bytes)}, "
-        )
+        predicted = self.predicted_bytes
+        parts = [] if predicted is None else [f"predicted {format_bytes(predicted)}"]
+        parts.append(f"peak {format_bytes(self.last.peak_bytes)}")
+        parts.append(f"active {format_bytes(self.last.active_bytes)}")
+        parts.append(f"cache {format_bytes(self.last.cache_bytes)}")
         within = "within" if self.within_budget else "OVER"
-        return (
-            f"{predicted}peak {format_bytes(self.last.peak_bytes)}, active {format_bytes(self.last.active_bytes)}, "
-            f"cache {format_bytes(self.last.cache_bytes)}, {within} the budget of {format_bytes(self.budget_bytes)}"
-        )
+        return f"{', '.join(parts)}, {within} the budget of {format_bytes(self.budget_bytes)}"
