@@ -181,7 +181,7 @@ class _Region:
         parameters = [layer.trainable_parameters() for layer in self.layers]
         output, *random_key = transform(segment)(parameters, _random_state()[0], calls)
         if random_key:
-            _random_state()[0] = random_key[0]
+            _random_state()[0] = mx.stop_gradient(random_key[0])
         return output
 
 
