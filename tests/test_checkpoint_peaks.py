@@ -1,4 +1,4 @@
-"""What each policy saves, measured with the memory limit at 0, so that the peak is that of the graph alone."""
+"""What each policy saves, measured with the memory limit at 0: the peak is then that of the graph alone."""
 
 from __future__ import annotations
 
