@@ -88,28 +88,29 @@ def lower(graph: Graph, target: Target) -> Graph:
 def fuses_attention(graph: Graph, region: Region, target: Target, training: bool) -> bool:
     """Whether ``mx.fast.scaled_dot_product_attention`` is one primitive on the target.
 
-    Metal, ``ScaledDotProductAttention::use_fallback``: inside a gradient transform every release up to
-    0.32.2 decomposes it, forward and backward. Later ones have a fused backward for causal attention and for
-    none; with an array mask they decompose. Outside of one, the kernels of ``_METAL_HEAD_DIMS`` are used.
+    Metal, ``ScaledDotProductAttention::use_fallback``: inside a gradient transform every release before
+    0.32.4 decomposes it, forward and backward. Since then there is a fused backward, for a causal mask and
+    for none; with an array mask, or at most 8 queries, it is decomposed still. Outside of one, the kernels
+    for ``_METAL_HEAD_DIMS`` are used.
 
     CUDA: cuDNN has forward and backward in 16-bit types; the backward wants a multiple of 128 tokens.
     """
     q, k, v = (graph.arrays[i] for i in region.inputs[:3])
     masked = len(region.inputs) > 3
+    same_dim = q.shape[-1] == v.shape[-1]
+    tokens, dim = q.shape[2], q.shape[-1]
     if target.backend == "cuda":
         half = q.dtype in ("float16", "bfloat16")
-        return (
-            half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128 and (not training or q.shape[2] % 128 == 0)
-        )
-    if training and (target.mlx < METAL_ATTENTION_BACKWARD or masked):
-        return False
-    same_dim = q.shape[-1] == v.shape[-1]
-    if q.shape[2] > 8:
-        return same_dim and q.shape[-1] in _METAL_HEAD_DIMS and q.shape[2] <= k.shape[2]
-    return same_dim and q.shape[-1] in (64, 96, 128, 256) and not training
+        return half and dim % 8 == 0 and dim <= 128 and (not training or tokens % 128 == 0)
+    if tokens <= 8:
+        return not training and same_dim and dim in (64, 96, 128, 256)
+    if not training:
+        return same_dim and dim in _METAL_HEAD_DIMS and tokens <= k.shape[2]
+    fits = same_dim and dim in (*_METAL_HEAD_DIMS, 192, 256) and tokens <= k.shape[2]
+    return target.mlx >= METAL_ATTENTION_BACKWARD and fits and not masked
 
 
-METAL_ATTENTION_BACKWARD: Version = (0, 32, 3)
+METAL_ATTENTION_BACKWARD: Version = (0, 32, 4)
 _METAL_HEAD_DIMS = (64, 72, 80, 96, 128)
 
 

@@ -1,0 +1,219 @@
+"""Published peaks of LoRA runs on Macs beside the peaks the trace predicts for them. Nothing is fitted to them.
+
+    python -m oomguard.calibration.public [--all] [ID ...]
+
+A row of ``public_peaks.jsonl`` names a model, a quantization, the LoRA layers and the batch; the step is built
+from the model's shape alone (``data/architectures.json``), with mlx-lm's model, LoRA layers, loss and compiled
+step, its parameters never evaluated. What a report leaves open is filled with mlx-lm's default of its date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+
+from oomguard.config import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy
+from oomguard.errors import InputError
+from oomguard.trace.lower import Version, parse_version
+from oomguard.trace.metal import Chip
+
+ROWS = Path(__file__).parent / "public_peaks.jsonl"
+ARCHITECTURES = Path(__file__).parent.parent / "data" / "architectures.json"
+
+STATED_EXACTLY = ("P12", "P13", "P14", "S1k", "S4k")
+"""Rows whose sequence length is stated: the only ones a peak can be predicted for without guessing."""
+
+CHIP_SIZES = {"Pro": "s", "Max": "s", "Ultra": "d", "": "g"}
+GENERATIONS = {"M1": 13, "M2": 14, "M3": 15, "M4": 16, "M5": 17}
+DEFAULT_RANK = 8
+DEFAULT_MLX: Version = (0, 31, 2)
+QUERY_VALUE = ("self_attn.q_proj", "self_attn.v_proj")
+
+
+@dataclass(frozen=True)
+class PublicRow:
+    """One published run, with every blank filled in."""
+
+    id: str
+    architecture: str
+    bits: int | None
+    group_size: int
+    layers: int
+    rank: int
+    keys: tuple[str, ...] | None
+    batch: int
+    tokens: int
+    recompute: bool
+    optimizer: str
+    chip: Chip
+    mlx: Version
+    peak_bytes: int
+
+    @property
+    def policy(self) -> CheckpointPolicy:
+        return EVERY_BLOCK if self.recompute else NO_CHECKPOINT
+
+
+def read_public_rows(path: Path = ROWS) -> list[dict[str, Any]]:
+    """The rows as published."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def understood(row: dict[str, Any]) -> PublicRow | None:
+    """A row with mlx-lm's defaults where it is silent; None where the sequence length is not stated exactly.
+
+    A batch is padded to its longest sequence and cut at ``max_seq``; the model sees one token less, because
+    inputs and targets are the sequence without its last and without its first token.
+    """
+    tokens = row.get("actual_T")
+    if row["id"] not in STATED_EXACTLY:
+        return None
+    tokens = int(tokens) if isinstance(tokens, int) else int(row["max_seq"]) - 1
+    quantization = str(row.get("quant", row["model"]))
+    bits = re.search(r"(\d)-?bit", quantization)
+    peak = row.get("peak_bytes") or row["peak_gb"] * 10**9
+    return PublicRow(
+        id=row["id"],
+        architecture=row["arch"],
+        bits=int(bits[1]) if bits else None,
+        group_size=64,
+        layers=_first_number(row["layers"]),
+        rank=row.get("rank", DEFAULT_RANK),
+        keys=_keys(str(row.get("keys", ""))),
+        batch=_first_number(row["batch"]),
+        tokens=tokens,
+        recompute=bool(row["ckpt"]),
+        optimizer=str(row.get("optimizer", "adam")),
+        chip=_chip(str(row.get("machine", ""))),
+        mlx=_version(str(row.get("version", ""))),
+        peak_bytes=int(peak),
+    )
+
+
+def _first_number(value: Any) -> int:
+    found = re.search(r"\d+", str(value))
+    if found is None:
+        raise InputError(f"{value!r} names no number")
+    return int(found[0])
+
+
+def _keys(text: str) -> tuple[str, ...] | None:
+    """LoRA keys: all linear layers (None), or those named by letter."""
+    letters = re.match(r"^([qkvo](?:,[qkvo])*)\b", text)
+    return tuple(f"self_attn.{letter}_proj" for letter in letters[1].split(",")) if letters else None
+
+
+def _chip(machine: str) -> Chip:
+    found = re.match(r"(M\d)\s*(Pro|Max|Ultra)?", machine)
+    if not found:
+        return Chip(16, "s")
+    return Chip(GENERATIONS[found[1]], CHIP_SIZES[found[2] or ""])
+
+
+def _version(text: str) -> Version:
+    """The MLX release a report names. A date alone is read as the release of early 2026."""
+    found = re.search(r"mlx (\d+\.\d+\.\d+)", text)
+    return parse_version(found[1]) if found else DEFAULT_MLX
+
+
+# -- the step ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class LoraStep:
+    """mlx-lm's training step for a row: call ``step(*arguments)``, then ``mx.eval`` what ``evaluated`` gives."""
+
+    step: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    state: list[Any]
+    model: nn.Module
+
+    @staticmethod
+    def evaluated(returned: Any, state: list[Any]) -> Any:
+        """mlx-lm evaluates the state, the losses and tokens so far, and the accumulated gradients."""
+        loss, tokens, gradients = returned
+        return state, loss, tokens, gradients
+
+
+def build_lora_step(row: PublicRow) -> LoraStep:
+    """Builds the step of a row; takes no memory to speak of, whatever the model's size.
+
+    Raises:
+        InputError: the architecture is not in the table, or mlx-lm is not installed.
+    """
+    model = build_model(row)
+    optimizer = {"adam": optim.Adam, "adamw": optim.AdamW, "sgd": optim.SGD}[row.optimizer](learning_rate=1e-5)
+    optimizer.init(model.trainable_parameters())
+    loss_and_gradients = nn.value_and_grad(model, _loss)
+    state = [model.state, optimizer.state, mx.random.state]
+
+    def step(batch: mx.array, lengths: mx.array, accumulated: Any) -> Any:
+        (loss, tokens), gradients = loss_and_gradients(model, batch, lengths)
+        optimizer.update(model, gradients)
+        return loss, tokens, accumulated
+
+    batch = mx.zeros((row.batch, row.tokens + 1), mx.int32)
+    lengths = mx.zeros((row.batch, 2), mx.int32)
+    compiled = mx.compile(step, inputs=state, outputs=state)
+    return LoraStep(compiled, (batch, lengths, None), state, model)
+
+
+def build_model(row: PublicRow) -> nn.Module:
+    """The model with its LoRA layers, in bfloat16, quantized where the row is; nothing of it evaluated."""
+    shape = _shape(row.architecture)
+    try:
+        module = importlib.import_module(f"mlx_lm.models.{shape['model_type']}")
+        tuner = importlib.import_module("mlx_lm.tuner.utils")
+    except ModuleNotFoundError as error:
+        raise InputError(f"mlx-lm has no model for {row.architecture} ({error.name}); pip install mlx-lm") from error
+    model = module.Model(module.ModelArgs.from_dict(shape))
+    model.set_dtype(mx.bfloat16)
+    if row.bits is not None:
+        nn.quantize(model, group_size=row.group_size, bits=row.bits)
+    model.freeze()
+    config: dict[str, Any] = {"rank": row.rank, "scale": 20.0, "dropout": 0.0}
+    if row.keys is not None:
+        config["keys"] = set(row.keys)
+    tuner.linear_to_lora_layers(model, row.layers, config)
+    model.train()
+    return model
+
+
+def _shape(architecture: str) -> dict[str, Any]:
+    known = json.loads(ARCHITECTURES.read_text())
+    if architecture not in known:
+        raise InputError(f"no shape is known for {architecture!r}; known are {', '.join(sorted(known))}")
+    shape: dict[str, Any] = known[architecture]
+    defaults = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960}
+    return {**defaults, **shape}
+
+
+def _loss(model: nn.Module, batch: mx.array, lengths: mx.array) -> tuple[mx.array, mx.array]:
+    """mlx-lm's loss: the mean cross-entropy over the tokens between two positions."""
+    logits = model(batch[:, :-1])
+    targets = batch[:, 1:]
+    steps = mx.arange(1, targets.shape[1] + 1)
+    mask = mx.logical_and(steps >= lengths[:, 0:1], steps <= lengths[:, 1:])
+    losses = cross_entropy(logits, targets) * mask
+    tokens = mask.sum()
+    return losses.astype(mx.float32).sum() / tokens, tokens
+
+
+def cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:
+    """As ``mlx.nn`` had it until 0.32.0, which is what the reports were run with.
+
+    Later releases subtract the largest logit first, which makes another tensor of logits.
+    """
+    score = mx.take_along_axis(logits, targets[..., None], axis=-1).squeeze(-1)
+    return mx.logsumexp(logits, axis=-1) - score
