@@ -1,0 +1,152 @@
+"""Calibrated coefficients with their provenance: what was fitted, on which rows, and how far off it was.
+
+A profile belongs to one backend and MLX version. Within it compiled and eager steps are fitted apart: they
+run different kernels. Every coefficient is a number of live tensors of a kind that ``inventory.py`` sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+
+from oomguard.config import Frozen, first_problem
+from oomguard.errors import InputError
+
+SCHEMA = "oomguard.coefficients/1"
+
+Count = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Mode(Frozen):
+    """Coefficients of compiled, or of eager, steps.
+
+    ``alive`` are tensors of a kind that live at once beside what is held, in the graph alone; ``in_flight``
+    those dead but not yet released. Errors are leave-one-out: each row predicted by a fit without it.
+    ``low`` and ``high`` multiply an estimate into its band.
+    """
+
+    alive: dict[str, Count]
+    in_flight: dict[str, Count]
+    rows: Annotated[int, Field(gt=0)]
+    median_error: Share
+    worst_error: Share
+    low: Share
+    high: Share
+
+
+class Speed(Frozen):
+    """Time of a step: floating-point operations over one rate, plus bytes over the other.
+
+    ``flops_per_second`` is by dtype: a CPU multiplies half-precision matrices without its fast library.
+    """
+
+    flops_per_second: dict[str, Rate]
+    bytes_per_second: Rate
+    rows: Annotated[int, Field(gt=0)]
+    median_error: Share
+
+
+class Coefficients(Frozen):
+    """One calibrated profile."""
+
+    schema_: Literal["oomguard.coefficients/1"] = Field(SCHEMA, alias="schema")
+    profile: str
+    backend: Literal["cpu", "metal", "cuda"]
+    mlx: str
+    device: str
+    rows: Annotated[int, Field(gt=0)]
+    median_error: Share
+    worst_error: Share
+    compiled: Mode
+    eager: Mode
+    speed: Speed
+    cache_bytes: Annotated[int, Field(ge=0)]
+    ranges: dict[str, tuple[float, float]]
+
+    def mode(self, compiled: bool) -> Mode:
+        return self.compiled if compiled else self.eager
+
+
+def data_dir() -> Path:
+    """Where this user's calibration lives; ``OOMGUARD_HOME`` overrides the platform's data folder."""
+    if home := os.environ.get("OOMGUARD_HOME"):
+        return Path(home)
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "oomguard"
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "oomguard"
+
+
+def local_rows_path() -> Path:
+    """Rows measured on this machine: by ``calibrate``, and by every training run that may be learnt from."""
+    return data_dir() / "rows.jsonl"
+
+
+def local_path(backend: str) -> Path:
+    """Coefficients ``oomguard calibrate`` fitted on this machine."""
+    return data_dir() / f"coefficients-{backend}.json"
+
+
+def read_coefficients(path: str | Path) -> Coefficients:
+    """Coefficients from a file.
+
+    Raises:
+        InputError: unreadable, damaged, or not a coefficients file; the text says how to go on without it.
+    """
+    path = Path(path)
+    try:
+        return _parse(path.read_text(), str(path))
+    except OSError as error:
+        raise InputError(f"cannot read coefficients {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not a coefficients file; run `oomguard calibrate` to make one") from error
+
+
+def _parse(text: str, where: str) -> Coefficients:
+    again = "delete it, or run `oomguard calibrate` to make it again"
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"coefficients file {where} is damaged ({error.msg}); {again}") from error
+    if not isinstance(value, dict) or value.get("schema") != SCHEMA:
+        raise InputError(f"{where} is not a coefficients file of schema {SCHEMA}; {again}")
+    try:
+        return Coefficients.model_validate(value)
+    except ValidationError as error:
+        raise InputError(f"coefficients file {where}: {first_problem(error)}; {again}") from error
+
+
+@cache
+def shipped(backend: str) -> Coefficients:
+    """The coefficients that ship for a backend; cuda, where nothing was measured, uses the cpu's graph."""
+    name = "metal" if backend == "metal" else "cpu"
+    return _parse(resources.files("oomguard").joinpath(f"data/coefficients/{name}.json").read_text(), name)
+
+
+def load(backend: str, *, mlx_version: str | None = None, device: str | None = None) -> Coefficients:
+    """This machine's own calibration if there is one for it, else the shipped profile of the backend.
+
+    Args:
+        backend: ``cpu``, ``metal`` or ``cuda``.
+        mlx_version: the installed MLX; a local calibration of another version is passed over.
+        device: the device planned for; a local calibration of another device is passed over.
+
+    Raises:
+        InputError: the local file is damaged.
+    """
+    path = local_path(backend)
+    if path.exists():
+        local = read_coefficients(path)
+        same_mlx = mlx_version is None or local.mlx == mlx_version
+        same_device = device is None or local.device == device
+        if local.backend == backend and same_mlx and same_device:
+            return local
+    return shipped(backend)

@@ -1,0 +1,155 @@
+"""The peak of a step from closed forms: inventory x coefficients, microseconds, no MLX import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from oomguard.coefficients import Coefficients, Mode, shipped
+from oomguard.config import ModelConfig, StepConfig, check_seq_len
+from oomguard.inventory import CATEGORIES, Backend, Inventory, Moment
+from oomguard.traffic import step_flops, step_traffic_bytes
+
+CATEGORY_OF = {
+    "logits": "logits_and_loss",
+    "head_stream": "logits_and_loss",
+    "head_logits": "logits_and_loss",
+    "recomputed_stream": "recompute",
+    "recomputed_wide": "recompute",
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one step is expected to hold.
+
+    Attributes:
+        peak_bytes: the largest moment, with the in-flight window.
+        low_bytes, high_bytes: the band; measured rows lie inside it (see ``Coefficients``).
+        footprint_bytes: peak and the buffer cache beside it, what the system sees.
+        sequenced_peak_bytes: the peak when nothing runs ahead (``mx.set_memory_limit(0)``).
+        phase: when the peak is: ``loss``, ``backward of block 3``, ``update``...
+        phases: the bytes of every phase, largest moment of each.
+        breakdown: ``peak_bytes`` by category; sums to it.
+        largest_tensor_bytes: the largest single buffer.
+        step_seconds: time of one update.
+        warnings: what makes this estimate less sure.
+    """
+
+    peak_bytes: int
+    low_bytes: int
+    high_bytes: int
+    footprint_bytes: int
+    sequenced_peak_bytes: int
+    phase: str
+    phases: dict[str, int]
+    breakdown: dict[str, int]
+    largest_tensor_bytes: int
+    step_seconds: float
+    warnings: tuple[str, ...] = ()
+
+
+def estimate(
+    model: ModelConfig,
+    step: StepConfig,
+    coefficients: Coefficients | None = None,
+    *,
+    backend: Backend | None = None,
+) -> Estimate:
+    """Peak, phases and time of one training step of the preset GPT, from step 2 on.
+
+    Counts: weights, optimizer state, gradients, batch, saved tensors, segment inputs, recompute, logits,
+    backward and update temporaries, in-flight window, page rounding.
+    Not counted: the process itself (interpreter, libraries, compiled kernels), other processes.
+
+    Args:
+        model: the shape.
+        step: the settings.
+        coefficients: a calibrated profile; the one shipped for the backend if not given.
+        backend: ``cpu``, ``metal`` or ``cuda``; the profile's own if not given.
+
+    Raises:
+        InputError: the sequence is longer than the model's context.
+
+    Accuracy: leave-one-out, in ``coefficients.median_error`` and ``worst_error``; ``oomguard validate`` prints
+    every row.
+    """
+    check_seq_len(model, step)
+    if coefficients is None:
+        coefficients = shipped(backend or "cpu")
+    inventory = Inventory(model, step, backend or coefficients.backend)
+    mode = coefficients.mode(step.compiled)
+    phases: dict[str, int] = {}
+    peak, top, alone = -1, None, 0
+    for moment in inventory.moments():
+        graph = moment.held_bytes + _weigh(moment, mode.alive)
+        size = graph + _weigh(moment, mode.in_flight)
+        name = _phase_name(moment)
+        phases[name] = max(phases.get(name, 0), size)
+        alone = max(alone, graph)
+        if size > peak:
+            peak, top = size, moment
+    assert top is not None
+    breakdown = _breakdown(top, mode)
+    peak = sum(breakdown.values())
+    phases[_phase_name(top)] = peak
+    return Estimate(
+        peak_bytes=peak,
+        low_bytes=int(peak * mode.low),
+        high_bytes=int(peak * mode.high),
+        footprint_bytes=peak + coefficients.cache_bytes,
+        sequenced_peak_bytes=min(alone, peak),
+        phase=_phase_name(top),
+        phases=phases,
+        breakdown=breakdown,
+        largest_tensor_bytes=inventory.largest_tensor_bytes,
+        step_seconds=step_seconds(inventory, coefficients),
+        warnings=tuple(_warnings(inventory, coefficients)),
+    )
+
+
+def step_seconds(inventory: Inventory, coefficients: Coefficients) -> float:
+    """Time of one update: counted FLOPs and bytes over two fitted rates."""
+    speed = coefficients.speed
+    rate = speed.flops_per_second.get(inventory.step.dtype) or min(speed.flops_per_second.values())
+    return step_flops(inventory) / rate + step_traffic_bytes(inventory) / speed.bytes_per_second
+
+
+def _weigh(moment: Moment, counts: dict[str, float]) -> int:
+    return int(sum(counts.get(name, 0.0) * size for name, size in moment.work.items()))
+
+
+def _phase_name(moment: Moment) -> str:
+    return moment.phase if moment.block < 0 else f"{moment.phase} of block {moment.block}"
+
+
+def _breakdown(moment: Moment, mode: Mode) -> dict[str, int]:
+    found = dict.fromkeys(CATEGORIES, 0)
+    for category, size in moment.held.items():
+        found[category] += size
+    for name, size in moment.work.items():
+        category = CATEGORY_OF.get(name, f"{'update' if moment.phase == 'update' else 'backward'}_temporaries")
+        found[category] += int(mode.alive.get(name, 0.0) * size)
+        found["in_flight_window"] += int(mode.in_flight.get(name, 0.0) * size)
+    return {category: size for category, size in found.items() if size}
+
+
+def _warnings(inventory: Inventory, coefficients: Coefficients) -> list[str]:
+    """A setting outside what was measured is said, not hidden."""
+    names = {"params": "parameters", "tokens": "tokens a micro-batch", "seq_len": "sequence length"}
+    warnings = []
+    for name, value in inventory.features().items():
+        low, high = coefficients.ranges.get(name, (0, float("inf")))
+        if not low <= value <= high:
+            side, bound = ("above", high) if value > high else ("below", low)
+            warnings.append(
+                f"{names.get(name, name)} {_short(value)} is {side} what was measured ({_short(bound)}); "
+                "the estimate is extrapolated"
+            )
+    return warnings
+
+
+def _short(value: float) -> str:
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if value >= unit:
+            return f"{value / (1e3 if name == 'k' else unit):.3g}{name}"
+    return f"{value:g}"
