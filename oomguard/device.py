@@ -34,12 +34,14 @@ class Device:
 
     ``*_bytes`` are None where the machine has no such figure, or where it is another machine and only a look
     at it would tell. ``held_bytes`` is what MLX already holds in this process: a run can use it again.
+    ``machine`` is what measured rows call this machine; None for another one.
     """
 
     name: str
     backend: Backend
     mlx: str | None = None
     here: bool = False
+    machine: str | None = None
     architecture: str = ""
     memory_bytes: int | None = None
     working_set_bytes: int | None = None
@@ -196,11 +198,13 @@ def _local_cpu(version: str | None) -> Device:
     memory = machine.memory()
     mac = sys.platform == "darwin"
     brand = machine.sysctl("machdep.cpu.brand_string") if mac else {}
+    name = machine.label(brand.get("machdep.cpu.brand_string") or machine.processor_name(), memory)
     return Device(
-        name=brand.get("machdep.cpu.brand_string") or machine.processor_name(),
+        name=name,
         backend="cpu",
         mlx=version,
         here=True,
+        machine=name,
         memory_bytes=memory.total_bytes,
         free_bytes=memory.free_bytes,
         container_bytes=machine.container_bytes(),
@@ -209,13 +213,15 @@ def _local_cpu(version: str | None) -> Device:
 
 def _local_cuda(version: str | None) -> Device:
     gpu = machine.cuda_gpu()
+    host = _local_cpu(version)
     if gpu is None:  # no driver answers: only what the machine itself has is known
-        return replace(_local_cpu(version), backend="cuda", name="CUDA GPU")
+        return replace(host, backend="cuda", name=f"CUDA GPU of {host.name}")
     return Device(
         name=gpu.name,
         backend="cuda",
         mlx=version,
         here=True,
+        machine=host.machine,
         memory_bytes=gpu.total_bytes,
         free_bytes=gpu.free_bytes,
     )
@@ -230,10 +236,11 @@ def _local_metal(version: str | None) -> Device:
     probed = recall_probe(name, memory.total_bytes)
     default = working_set_bytes(memory.total_bytes, _macos())
     return Device(
-        name=name,
+        name=machine.label(name, memory),
         backend="metal",
         mlx=version,
         here=True,
+        machine=machine.label(name, memory),
         architecture=probed.architecture if probed else "",
         memory_bytes=memory.total_bytes,
         # a wired limit that was set takes the place of the recommendation, higher or lower

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from oomguard.units import KIB, MIB
+from oomguard.units import GIB, KIB, MIB
 
 Backend = Literal["cpu", "metal", "cuda"]
 
@@ -82,6 +82,11 @@ def memory() -> Memory:
 
     now = psutil.virtual_memory()
     return Memory(total_bytes=int(now.total), free_bytes=int(now.available))
+
+
+def label(processor: str, memory: Memory) -> str:
+    """What measured rows call a machine: ``Apple M5 Pro, 18 cores, 48 GiB``."""
+    return f"{processor}, {os.cpu_count() or 1} cores, {memory.total_bytes / GIB:.0f} GiB"
 
 
 def _meminfo(file: Path) -> dict[str, int]:

@@ -297,7 +297,7 @@ def _calibrated(device: Device) -> tuple[Coefficients, Estimator]:
     from oomguard.coefficients import load
     from oomguard.estimate import estimate
 
-    coefficients = load(device.backend, mlx_version=device.mlx, device=device.name)
+    coefficients = load(device.backend, mlx_version=device.mlx, device=device.machine or device.name)
     return coefficients, lambda model, step: estimate(model, step, coefficients, backend=device.backend)
 
 

@@ -80,7 +80,7 @@ def read_policy(value: str | CheckpointPolicy) -> CheckpointPolicy | Auto:
     try:
         return CheckpointPolicy.parse(value)
     except InputError as error:
-        raise InputError(f"{error}; or auto to let the plan choose") from error
+        raise InputError(str(error).replace("choose none", "choose auto, none")) from error
 
 
 def read_optimizer(value: str) -> Optimizer:

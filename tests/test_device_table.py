@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from oomguard import device, machine
 from oomguard.device import Device, Probe, find_device, table, working_set_bytes
 from oomguard.errors import InputError
+from oomguard.measure import provenance
 from oomguard.units import GIB, MIB
 
 M5_PRO_48 = 40200896512
@@ -104,7 +106,8 @@ def test_unknown_name_is_told_with_the_near_ones(name: str, words: str) -> None:
 
 def test_mac_follows_the_table_until_it_was_probed(mac: dict[str, str]) -> None:
     found = find_device()
-    assert (found.name, found.backend, found.here) == ("Apple M5 Pro", "metal", True)
+    assert found.name == found.machine == f"Apple M5 Pro, {os.cpu_count()} cores, 48 GiB"
+    assert (found.backend, found.here) == ("metal", True)
     assert found.working_set_bytes == M5_PRO_48
     assert found.wired_limit_bytes is None
     assert found.free_bytes == 30 * GIB
@@ -133,7 +136,7 @@ def test_mac_whose_process_has_mlx_believes_it(mac: dict[str, str], monkeypatch:
     found = find_device()
     assert found.working_set_bytes == 41 * GIB
     assert found.held_bytes == GIB
-    assert found.name == "Apple M5 Pro"
+    assert found.name.startswith("Apple M5 Pro")
 
 
 def test_probe_is_remembered_and_recalled_without_mlx(
@@ -182,6 +185,10 @@ def test_backend_that_is_not_here_has_no_size(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(device, "local_device", lambda: Device("here", "cpu", here=True))
     found = find_device("cuda")
     assert (found.backend, found.here, found.memory_bytes) == ("cuda", False, None)
+
+
+def test_machine_is_called_what_measured_rows_call_it() -> None:
+    assert find_device("cpu").machine == provenance.machine()
 
 
 def test_cpu_of_this_machine_is_here() -> None:

@@ -70,7 +70,8 @@ def command(
     )
     check_seq_len(model, step)
     machine = find_device(device)
-    coefficients = load(machine.backend, mlx_version=machine.mlx, device=machine.name)
+    named = machine.machine or machine.name
+    coefficients = load(machine.backend, mlx_version=machine.mlx, device=named)
     found = estimate(model, step, coefficients, backend=machine.backend)
     if as_json:
         from oomguard.report.as_json import estimate_json
