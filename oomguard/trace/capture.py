@@ -34,8 +34,8 @@ from oomguard.trace.containers import (
 )
 from oomguard.trace.graph import Graph, Kind, Region
 from oomguard.trace.label import label
-from oomguard.trace.rawgraph import Built, Exported, build, dtype_name, lead, read_dot
-from oomguard.trace.tags import Call, Tags, checkpointed_functions
+from oomguard.trace.rawgraph import Exported, build, dtype_name, lead, read_dot
+from oomguard.trace.tags import EVERY_REGION, Call, Site, Tags, checkpointed_functions
 
 Evaluate = Callable[[Any, list[Any]], Any]
 """(what the step returned, the state) to a tree: what the caller hands to ``mx.eval``, in that order."""
@@ -75,6 +75,7 @@ def capture(
     evaluate: Evaluate = returned_then_state,
     consumed: Sequence[int] = (),
     first_step: bool = False,
+    marked: frozenset[str] = EVERY_REGION,
 ) -> Capture:
     """Captures one call of a step.
 
@@ -90,11 +91,16 @@ def capture(
         consumed: positions of arguments the caller does not hold any more when it evaluates (gradients that are
             handed from call to call).
         first_step: capture the call that creates the optimizer's state, not those after it.
+        marked: kinds of regions (``Region.kind``) whose backward is to be found: those a later pass rewrites. With
+            none the graph is the step's own to the node; see ``tags`` for what marks change. Calls of
+            ``mx.checkpoint`` are always marked.
 
     Raises:
         TraceError: the step cannot be captured; the text says why, where, and what to do.
     """
-    return _Capturing(step, arguments, keywords or {}, state, evaluate, set(consumed)).run(first_step)
+    capturing = _Capturing(step, arguments, keywords or {}, state, evaluate, set(consumed))
+    capturing.marked = marked
+    return capturing.run(first_step)
 
 
 class _Capturing:
@@ -115,6 +121,7 @@ class _Capturing:
         self.arguments = [*arguments, *keywords.values()]
         self.keywords = list(keywords)
         self.evaluate, self.consumed = evaluate, consumed
+        self.marked: frozenset[str] = frozenset()
         reached = discover(self.step)
         objects = [o for o in reached if isinstance(o, nn.Module | optim.Optimizer)]
         self.state = list(state) if state is not None else _captured_state(parts, objects)
@@ -170,7 +177,7 @@ class _Capturing:
 
     def _capture(self, wrapped: list[Any]) -> Capture:
         found = self._leaves()
-        tags = Tags(*_paths(self.modules))
+        tags = Tags(*_paths(self.modules), self.marked)
         exported, drawing, left = Exported(), io.StringIO(), _Left()
 
         def traced(*tracers: mx.array) -> list[mx.array]:
@@ -178,9 +185,9 @@ class _Capturing:
                 returned = self._call(found, tracers)
             left.read(self, returned)
             ends = [mx.stop_gradient(array) for array in left.roots]
-            outside = [mx.stop_gradient(array) for array in self.outside]
+            looked_for = [mx.stop_gradient(array) for array in (*self.outside, *tags.watched)]
             # Drawn in this order, so that each is found again by its place.
-            mx.export_to_dot(drawing, *tracers, *tags.constants, *outside, *ends)
+            mx.export_to_dot(drawing, *tracers, *tags.constants, *ends, *looked_for)
             return ends
 
         self._export(exported, traced, found)
@@ -216,21 +223,24 @@ class _Capturing:
 
     def _build(self, found: list[Leaf], tags: Tags, exported: Exported, drawing: str, left: _Left) -> Capture:
         drawn = read_dot(drawing)
-        n, m, k = len(exported.inputs), len(tags.constants), len(self.outside)
-        ends = drawn.ends[k:]
+        given, marks = len(exported.inputs), len(tags.constants)
+        ends = drawn.ends[: len(left.roots)]
+        outside = drawn.ends[len(ends) : len(ends) + len(self.outside)]
         match = lead(drawn, exported, dict(zip(ends, exported.outputs, strict=True)))
         graph = Graph()
         numbers, batch = self._graph_inputs(graph, found, exported)
-        inputs = dict(zip(drawn.sources[:n] + drawn.ends[:k], numbers, strict=True))
-        marked = {name: number for number, name in enumerate(drawn.sources[n : n + m])}
+        inputs = dict(zip(drawn.sources[:given] + outside, numbers, strict=True))
+        marked = {name: number for number, name in enumerate(drawn.sources[given : given + marks])}
         built = build(drawn, exported, match, inputs, marked, graph)
         roots = [built.ids[name] for name in ends]
         evaluation = graph.evaluate([roots[r] for r in left.evaluated], held=[roots[r] for r in left.held])
         evaluation.held.update(batch)
-        graph.regions = _regions(tags.calls, built)
+        watches = enumerate(drawn.ends[len(ends) + len(outside) :])
+        watched = {number: built.ids[name] for number, name in watches if name in match and name in built.ids}
+        graph.regions = _regions(tags.calls, watched, built.cotangents)
         function_outputs = [roots[r] for r in left.function]
         _keep_needed(graph, function_outputs)
-        label(graph, tags.calls, built.forward, [roots[r] for r in left.returned])
+        label(graph, tags.calls, watched, [roots[r] for r in left.returned])
         return Capture(graph, self.compiled, function_outputs, list(tags.warnings))
 
     def _graph_inputs(self, graph: Graph, found: list[Leaf], exported: Exported) -> tuple[list[int], list[int]]:
@@ -314,23 +324,26 @@ def _keep_needed(graph: Graph, function_outputs: list[int]) -> None:
     graph.nodes = kept
 
 
-def _regions(calls: list[Call], built: Built) -> list[Region]:
-    """The marked calls as regions, in the order they began; plain modules are no regions.
+def _regions(calls: list[Call], watched: dict[int, int], cotangents: dict[int, int]) -> list[Region]:
+    """The watched calls as regions, in the order they began; plain modules are no regions.
 
     A call whose result the step never uses is left out, and so is an input the call does not use.
     """
+
+    def ends(sites: list[Site]) -> tuple[list[int], list[int | None]]:
+        used = [site for site in sites if site.watched in watched]
+        return (
+            [watched[site.watched] for site in used],
+            [None if site.mark is None else cotangents.get(site.mark) for site in used],
+        )
+
     found = []
     for call in calls:
-        entering = [number for number in call.entering if number in built.forward]
-        leaving = [number for number in call.leaving if number in built.forward]
-        if not call.two_sided or not leaving:
-            continue
         region = Region(call.kind, call.name, [], [], call.block, call.arguments)
-        region.inputs = [built.forward[number] for number in entering]
-        region.outputs = [built.forward[number] for number in leaving]
-        region.cotangents = [built.backward.get(number) for number in leaving]
-        region.gradients = [built.backward.get(number) for number in entering]
-        found.append(region)
+        region.inputs, region.gradients = ends(call.entering)
+        region.outputs, region.cotangents = ends(call.leaving)
+        if region.outputs and call.kind not in ("module", "gradients"):
+            found.append(region)
     return found
 
 

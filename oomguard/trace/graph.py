@@ -300,15 +300,15 @@ class Graph:
         """Replaces many arrays everywhere, following chains (a to b, b to c). The old producers stay."""
         if not mapping:
             return
-        final: dict[int, int] = {}
-        for start in mapping:
-            end = mapping[start]
-            while end in mapping:
-                end = mapping[end]
-            final[start] = end
+        final = _followed(mapping)
         get = final.get
         for node in self.nodes:
             node.inputs = [get(i, i) for i in node.inputs]
+        self.redirect(final)
+
+    def redirect(self, mapping: dict[int, int]) -> None:
+        """``replace_all`` for evaluations and regions only: the nodes read the new arrays already."""
+        get = _followed(mapping).get
         for evaluation in self.evaluations:
             evaluation.outputs = [get(i, i) for i in evaluation.outputs]
             evaluation.held = {get(i, i) for i in evaluation.held}
@@ -475,3 +475,18 @@ class Graph:
         if len(self.nodes) > limit:
             lines.append(f"... {len(self.nodes) - limit} more")
         return "\n".join(lines)
+
+
+def _followed(mapping: dict[int, int]) -> dict[int, int]:
+    """The mapping with chains (a to b, b to c) followed to their ends, each looked at once."""
+    final: dict[int, int] = {}
+    for start in mapping:
+        path = []
+        end = start
+        while end in mapping and end not in final:
+            path.append(end)
+            end = mapping[end]
+        end = final.get(end, end)
+        for i in path:
+            final[i] = end
+    return final

@@ -13,21 +13,25 @@ from typing import TYPE_CHECKING
 from oomguard.trace.graph import Graph, Node
 
 if TYPE_CHECKING:
-    from oomguard.trace.tags import Call
+    from oomguard.trace.tags import Call, Site
 
 
-def label(graph: Graph, calls: list[Call], met: dict[int, int], returned: list[int]) -> None:
+GRADIENT = " gradient"
+"""What the name of a parameter's gradient ends in."""
+
+
+def label(graph: Graph, calls: list[Call], watched: dict[int, int], returned: list[int]) -> None:
     """Fills in phase, block, scope and names, in place.
 
     Args:
         graph: a captured graph, unlabelled.
-        calls: the marked calls, in the order they began.
-        met: the array each mark stands on, by the mark's number.
+        calls: the watched calls, in the order they began.
+        watched: the array of each watched number; without those the step's results do not need.
         returned: what the step returned, in order; the first scalar is taken for the loss.
     """
     modules = [call for call in calls if call.kind in ("module", "block")]
-    gradients = [met[n] for call in calls if call.kind == "gradients" for n in call.entering if n in met]
-    results = [met[n] for call in modules for n in call.leaving if n in met]
+    gradients = _name_gradients(graph, calls, watched)
+    results = [i for call in modules for i in _arrays(call.leaving, watched)]
     loss = next((i for i in returned if graph.arrays[i].size == 1), None)
     forward = _needed(graph, results if loss is None else [*results, loss], set(gradients))
     backward = _needed(graph, gradients, set())
@@ -38,7 +42,7 @@ def label(graph: Graph, calls: list[Call], met: dict[int, int], returned: list[i
             node.phase = "backward"
         else:
             node.phase = "update"
-    _scope_forward(graph, modules, met)
+    _scope_forward(graph, modules, watched)
     _scope_backward(graph)
     for node in graph.nodes:
         for i in node.outputs:
@@ -58,17 +62,33 @@ def _needed(graph: Graph, ends: list[int], stop: set[int]) -> set[int]:
     return found
 
 
-def _scope_forward(graph: Graph, modules: list[Call], met: dict[int, int]) -> None:
+def _arrays(sites: list[Site], watched: dict[int, int]) -> list[int]:
+    return [watched[site.watched] for site in sites if site.watched in watched]
+
+
+def _name_gradients(graph: Graph, calls: list[Call], watched: dict[int, int]) -> list[int]:
+    """The arrays handed to an optimizer, named after their parameters."""
+    found = []
+    for call in calls:
+        if call.kind == "gradients":
+            for site, name in zip(call.entering, call.arguments["names"], strict=True):
+                if site.watched in watched:
+                    found.append(watched[site.watched])
+                    graph.arrays[found[-1]].name = name + GRADIENT
+    return found
+
+
+def _scope_forward(graph: Graph, modules: list[Call], watched: dict[int, int]) -> None:
     """Gives each node to the innermost module that was called around it.
 
-    A call's results are numbered when it returns, so inner calls come first; each takes the nodes, not taken yet,
-    between what went in and what came out.
+    A call's results are numbered when it returns, so inner calls come first; each takes the nodes, not taken
+    yet, between what went in and what came out.
     """
     arrays = graph.arrays
     taken: set[int] = set()
-    for call in sorted((c for c in modules if c.leaving), key=lambda c: c.leaving[0]):
-        stop = {met[n] for n in call.entering if n in met}
-        stack = [met[n] for n in call.leaving if n in met]
+    for call in sorted((c for c in modules if c.leaving), key=lambda c: c.leaving[0].watched):
+        stop = set(_arrays(call.entering, watched))
+        stack = _arrays(call.leaving, watched)
         for end in stack:
             if arrays[end].name is None:
                 arrays[end].name = call.name

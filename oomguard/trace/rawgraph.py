@@ -153,15 +153,11 @@ def lead(drawn: Drawn, exported: Exported, roots: dict[str, str]) -> dict[str, s
 
 @dataclass(slots=True)
 class Built:
-    """The graph, the array id of every drawn name, and the arrays that each mark, by number, stands on.
-
-    ``forward`` is the array the mark was put on, ``backward`` the cotangent that arrives at it.
-    """
+    """The graph, the array id of every drawn name, and the cotangent that arrives at each mark, by number."""
 
     graph: Graph
     ids: dict[str, int]
-    forward: dict[int, int] = field(default_factory=dict)
-    backward: dict[int, int] = field(default_factory=dict)
+    cotangents: dict[int, int] = field(default_factory=dict)
 
 
 def build(
@@ -197,17 +193,17 @@ def build(
         if outputs[0] in inputs or not any(o in match for o in outputs):
             continue
         read = drawn.inputs[number]
-        if read and read[-1] in tags or read and read[0] in tags:
+        if read and (read[0] in tags or read[-1] in tags):
             if len(read) == 1:  # the constant on its way: to another dtype, to another shape
                 tags[outputs[0]] = tags[read[0]]
                 continue
-            if label not in ("Multiply", "Depends"):
+            if label != "Multiply":
                 raise TraceError(f"a mark of the trace was read by {label}; please report it with the step")
-            # array * tag in the forward, tag * cotangent in the backward
-            reverse = read[0] in tags
-            ids[outputs[0]] = array_of(read[1 if reverse else 0])
-            side = built.backward if reverse else built.forward
-            side[tags[read[0 if reverse else -1]]] = ids[outputs[0]]
+            # array * constant in the forward, constant * cotangent in the backward
+            if read[0] in tags:
+                ids[outputs[0]] = built.cotangents[tags[read[0]]] = array_of(read[1])
+            else:
+                ids[outputs[0]] = array_of(read[0])
             continue
         name = label.partition(" ")[0]
         if name in NO_OPS:

@@ -1,18 +1,23 @@
-"""Marks on a graph while it is built: which module, block or checkpointed region an array enters and leaves.
-
-A mark changes no value and ``rawgraph`` takes it out again. A plain module's marks are ``mx.depends(array,
-constant)``, which shows in the forward only. A region whose backward must be found too is marked with
-``array * constant``: the gradient of the product is ``constant * cotangent`` with the same constant, so the
-mark shows where a cotangent enters and a gradient leaves.
+"""What is remembered of a graph while it is built: which call an array went into and came out of.
 
 While ``Tags.installed`` is active, every module's ``__call__``, the functions of ``mx.fast``,
-``mx.checkpoint``, ``mx.custom_function`` and the optimizers' ``apply_gradients`` mark what goes in and out.
-``mx.checkpoint`` and ``mx.custom_function`` cannot be exported; they run the function plainly in between, and
-the region is recorded so that a later pass gives it back its meaning.
+``mx.checkpoint``, ``mx.custom_function`` and the optimizers' ``apply_gradients`` are watched: the arrays that go
+in and come out are kept, and found again in the drawing of the graph. Watching changes nothing.
+
+A region whose backward must be found as well is marked: its arrays are multiplied by a constant of their own,
+and the gradient of the product is the same constant times the cotangent, so the mark shows where a cotangent
+enters and a gradient leaves. ``rawgraph`` takes the marks out again, but one thing they change: what the call
+contributes to the gradient of an input is summed before it is added to what others contribute. A checkpointed
+call and a primitive of ``mx.fast`` with a VJP of its own do just that; plain code does not. So only what is
+rewritten later is marked.
+
+``mx.checkpoint`` and ``mx.custom_function`` cannot be exported. They run the function plainly, as a marked
+region, and a later pass gives them back their meaning.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import types
@@ -24,60 +29,77 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+from mlx.utils import tree_flatten
 
 from oomguard.trace.containers import map_leaves
 
 FAST = ("layer_norm", "rms_norm", "rope", "scaled_dot_product_attention")
 
 
+EVERY_REGION = frozenset({"block", *(f"fast.{name}" for name in FAST)})
+ALWAYS_MARKED = frozenset({"checkpoint", "custom_function"})
+
+
+@dataclass(slots=True)
+class Site:
+    """One array on its way into or out of a call: its number among those watched, and that of its mark."""
+
+    watched: int
+    mark: int | None
+
+
 @dataclass(eq=False)
 class Call:
-    """One marked call, ``two_sided`` where its backward is wanted; the numbers of the marks on what went in
-    and what came out, in order."""
+    """One watched call, with the arrays that went in and that came out, in order."""
 
     kind: str
     name: str
     block: int = -1
     arguments: dict[str, Any] = field(default_factory=dict)
-    two_sided: bool = True
-    entering: list[int] = field(default_factory=list)
-    leaving: list[int] = field(default_factory=list)
+    entering: list[Site] = field(default_factory=list)
+    leaving: list[Site] = field(default_factory=list)
 
 
 class Tags:
-    """Hands out marks, by number, and keeps the calls they belong to in the order the calls began."""
+    """Watches and marks arrays, and keeps the calls they belong to in the order the calls began."""
 
-    def __init__(self, modules: dict[int, str], blocks: dict[int, int]):
+    def __init__(self, modules: dict[int, str], blocks: dict[int, int], marked: frozenset[str]):
         """Args:
         modules: path of a module by ``id``.
         blocks: block index of a module by ``id``, for the layers of the model's layer list.
+        marked: kinds of calls to mark, besides those that always are.
         """
         self.modules = modules
         self.blocks = blocks
+        self.marked = marked | ALWAYS_MARKED
         self.calls: list[Call] = []
+        self.watched: list[mx.array] = []
         self.constants: list[mx.array] = []
         self.warnings: list[str] = []
         self._stack: list[int] = []
         self._block = -1
 
     def run(self, function: Callable[..., Any], call: Call, args: Any, kwargs: Any) -> Any:
-        """Calls the function with what goes in and what comes out marked."""
+        """Calls the function with what goes in and what comes out watched."""
         self.calls.append(call)
-        args, kwargs = self.mark((args, kwargs), call, call.entering)
-        return self.mark(function(*args, **kwargs), call, call.leaving)
+        args, kwargs = self.watch((args, kwargs), call, call.entering)
+        return self.watch(function(*args, **kwargs), call, call.leaving)
 
-    def mark(self, tree: Any, call: Call, numbers: list[int]) -> Any:
-        """The tree with every array marked; the marks' numbers are added to ``numbers``."""
+    def watch(self, tree: Any, call: Call, sites: list[Site]) -> Any:
+        """The tree, its arrays marked if the call's kind is; adds a site for each array."""
 
         def one(array: mx.array) -> mx.array:
+            site = Site(len(self.watched), None)
+            sites.append(site)
+            # Another Python object for the same array: the step may change this one in place.
+            self.watched.append(copy.copy(array))
+            if call.kind not in self.marked or not array.ndim or not mx.issubdtype(array.dtype, mx.inexact):
+                return array
+            site.mark = len(self.constants)
             # Never zero-dimensional: equal scalars are merged, and two marks would become one.
-            constant = mx.array([len(self.constants)], mx.int32)
-            numbers.append(len(self.constants))
+            constant = mx.array([site.mark], mx.int32)
             self.constants.append(constant)
-            if call.two_sided and array.ndim > 0 and mx.issubdtype(array.dtype, mx.inexact):
-                return array * constant.astype(array.dtype)
-            marked: mx.array = mx.depends([array], [constant])[0]
-            return marked
+            return array * constant.astype(array.dtype)
 
         return map_leaves(tree, one)
 
@@ -119,7 +141,7 @@ class Tags:
             try:
                 if id(module) in tags.blocks:
                     return tags._block_call(module, path, original, args, kwargs)
-                call = Call("module", path, tags._block, two_sided=False)
+                call = Call("module", path, tags._block)
                 return tags.run(functools.partial(original, module), call, args, kwargs)
             finally:
                 tags._stack.pop()
@@ -133,8 +155,10 @@ class Tags:
         """A block's trainable parameters go in as well, and first: so ``mx.checkpoint`` is handed them."""
         parameters = module.trainable_parameters()
 
-        def inner(marked: Any, *args: Any, **kwargs: Any) -> Any:
-            module.update(marked)
+        def inner(given: Any, *args: Any, **kwargs: Any) -> Any:
+            if "block" not in self.marked:
+                return original(module, *args, **kwargs)
+            module.update(given)
             try:
                 return original(module, *args, **kwargs)
             finally:
@@ -195,9 +219,10 @@ class Tags:
         def apply_gradients(optimizer: Any, gradients: Any, parameters: Any) -> Any:
             nonlocal depth
             if depth == 0:
-                call = Call("gradients", type(optimizer).__name__, two_sided=False)
+                call = Call("gradients", type(optimizer).__name__)
                 self.calls.append(call)
-                gradients = self.mark(gradients, call, call.entering)
+                gradients = self.watch(gradients, call, call.entering)
+                call.arguments["names"] = [name for name, _ in tree_flatten(gradients)]
             depth += 1
             try:
                 return original(optimizer, gradients, parameters)
