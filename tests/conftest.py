@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -18,6 +19,21 @@ settings.register_profile("oomguard", derandomize=True, deadline=None)
 settings.load_profile("oomguard")
 
 PROJECT = Path(__file__).resolve().parent.parent
+
+
+def pytest_sessionstart() -> None:
+    """Refuses to test an oomguard that was installed before the tree changed."""
+    spec = importlib.util.find_spec("oomguard")
+    if spec is None or spec.origin is None:
+        pytest.exit("oomguard is not installed here; run: pip install '.[test]'", returncode=4)
+    package = Path(spec.origin).parent
+    folders = {"oomguard": package, "model": package / "model", "calibration": package / "calibration"}
+    for folder, there in folders.items():
+        for path in (PROJECT / folder).rglob("*.py"):
+            twin = there / path.relative_to(PROJECT / folder)
+            if not twin.exists() or twin.read_bytes() != path.read_bytes():
+                what = f"{path.relative_to(PROJECT)} is not what is installed in {package}"
+                pytest.exit(f"{what}; run again: pip install '.[test]'", returncode=4)
 
 
 @pytest.fixture(scope="session")
