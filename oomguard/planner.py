@@ -45,7 +45,7 @@ from oomguard.settings import (
     read_optimizer,
     read_policy,
 )
-from oomguard.units import format_bytes
+from oomguard.units import MIB, format_bytes, round_up
 
 if TYPE_CHECKING:
     from oomguard.coefficients import Coefficients
@@ -264,7 +264,7 @@ def answer(
     largest = max((c for c in candidates if c.fits), key=lambda c: c.batch, default=None)
     found = Plan(request, device, budget, calibration, choice, (), largest=largest)
     if choice is None:
-        smallest, reliefs = _what_would_fit(request, budget, estimator, candidates)
+        smallest, reliefs = _what_would_fit(request, device, budget, estimator, candidates)
         found = replace(found, smallest=smallest, reliefs=reliefs)
     else:
         found = replace(found, **_around(search, choice, candidates))
@@ -341,7 +341,7 @@ def _around(search: Search, choice: Candidate, candidates: list[Candidate]) -> d
 
 
 def _what_would_fit(
-    request: Request, budget: Budget, estimator: Estimator, candidates: list[Candidate]
+    request: Request, device: Device, budget: Budget, estimator: Estimator, candidates: list[Candidate]
 ) -> tuple[Candidate, tuple[tuple[str, Candidate], ...]]:
     """The setting that needs least, and changes of the request that fit."""
     ends = Families(request.model.n_layers).ends
@@ -357,7 +357,20 @@ def _what_would_fit(
         found = fastest([search.best(policy) for policy in policies], request.model.n_layers)
         if found is not None:
             reliefs[kind] = (options, found)
-    return smallest, tuple(reliefs.values())
+    return smallest, (*reliefs.values(), *_more_memory(request, device, smallest))
+
+
+def _more_memory(request: Request, device: Device, smallest: Candidate) -> list[tuple[str, Candidate]]:
+    """The ``--memory`` that the smallest setting needs, where the machine has it."""
+    if request.memory_bytes is None:
+        return []
+    needed = round_up(smallest.high_bytes, 10 * MIB)
+    try:
+        roomier = find_budget(device, needed, request.headroom)
+    except InputError:  # the headroom takes all of it
+        return []
+    allowed = replace(smallest, budget=roomier)
+    return [(f"--memory {needed // MIB}MiB", allowed)] if allowed.fits else []
 
 
 def _freed(request: Request) -> Request:
@@ -379,6 +392,8 @@ def _changes(request: Request) -> list[tuple[str, Request]]:
         changes.append(("--batch auto --grad-checkpoint auto", free))
     if request.step.dtype == "float32":
         changes.append(("--dtype bf16", replace(free, step=free.step.but(dtype="bfloat16"))))
+    if request.step.optimizer in ("adam", "adamw"):  # two moments a parameter; Lion keeps one
+        changes.append(("--optimizer lion", replace(free, step=free.step.but(optimizer="lion"))))
     shorter = request.step.seq_len // 2
     while shorter >= 16:
         changes.append((f"--ctx {shorter}", replace(free, step=free.step.but(seq_len=shorter))))

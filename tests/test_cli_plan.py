@@ -263,3 +263,22 @@ def test_metal_without_a_mac_asks_for_its_memory(
     assert "m5-pro-48gb" in err
     status, _, _ = run(capsys, "plan", "--preset", "huge", "--device", "metal", "--memory", "16GB")
     assert status == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--batch", "0"], "--batch: 0 is too few"),
+        (["--batch", "auto"], "--batch: 'auto' is not a whole number"),
+        (["--grad-checkpoint", "auto"], "--grad-checkpoint: 'auto' is not a checkpoint policy"),
+        (["--ctx", "9999"], "longer than tiny's context"),
+        (["--device", "toaster"], "unknown device 'toaster'"),
+    ],
+)
+def test_estimate_mistake_gets_one_clear_line(
+    capsys: pytest.CaptureFixture[str], args: list[str], words: str
+) -> None:
+    status, out, err = run(capsys, "estimate", "--preset", "tiny", *args)
+    assert (status, out) == (2, "")
+    assert words in err
+    assert err.count("\n") == 1

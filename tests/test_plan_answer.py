@@ -98,6 +98,28 @@ def test_nothing_fits_names_a_change_that_fits() -> None:
     assert spread.batch * spread.step.accumulate == 64
 
 
+def test_nothing_fits_names_the_memory_that_would_do_where_the_machine_has_it() -> None:
+    found = ask(request(memory_bytes=2 * MIB))
+    options = dict(found.reliefs)
+    assert set(options) == {"--memory 10MiB"}
+    assert options["--memory 10MiB"].fits
+    assert options["--memory 10MiB"].high_bytes <= 10 * MIB
+
+
+def test_nothing_fits_names_the_optimizer_with_one_moment() -> None:
+    found = ask(request(memory_bytes=6 * MIB), LionEstimator())
+    assert "--optimizer lion" in dict(found.reliefs)
+
+
+class LionEstimator(FakeEstimator):
+    """Half the optimizer state with Lion."""
+
+    def __call__(self, model: ModelConfig, step: StepConfig) -> FakeEstimate:
+        found = super().__call__(model, step)
+        saved = found.breakdown["optimizer_state"] // 2 if step.optimizer == "lion" else 0
+        return replace(found, peak_bytes=found.peak_bytes - saved, high_bytes=found.high_bytes - saved)
+
+
 def test_largest_of_the_shorter_contexts_that_fit_is_named() -> None:
     base = ask(request(memory_bytes=6 * MIB))
     shorter = [options for options, _ in base.reliefs if options.startswith("--ctx")]

@@ -22,11 +22,11 @@ def estimate_text(
     ink = Ink(colour)
     head = [
         ink.strong(say_model(model)),
-        f"{say_batch(step)}, {say_policy(step.checkpoint, model.n_layers)}, {say_step(step)}",
+        paragraph(f"{say_batch(step)}, {say_policy(step.checkpoint, model.n_layers)}, {say_step(step)}"),
     ]
     band = f"{format_bytes(estimate.low_bytes)} to {format_bytes(estimate.high_bytes)}"
     rows = [
-        ("peak", format_bytes(estimate.peak_bytes), f"{band}, in phase {say_category(estimate.phase)}"),
+        ("peak", format_bytes(estimate.peak_bytes), f"{band}, {say_category(estimate.phase)}"),
         ("footprint", format_bytes(estimate.footprint_bytes), "with what the allocator keeps for reuse"),
         ("largest tensor", format_bytes(estimate.largest_tensor_bytes), ""),
         ("step", format_seconds(estimate.step_seconds), _speed(step, estimate)),
