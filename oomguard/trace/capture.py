@@ -51,13 +51,11 @@ class Capture:
         graph: every primitive the step builds, with nothing merged or fused, and one evaluation of them. What
             the step's marks delimit is in ``graph.regions``.
         compiled: whether the step is one ``mx.compile`` function.
-        function_outputs: what ``mx.compile`` takes for the function's outputs, in its order.
         warnings: what could make a number from this graph wrong.
     """
 
     graph: Graph
     compiled: bool
-    function_outputs: list[int]
     warnings: list[str] = field(default_factory=list)
 
 
@@ -134,7 +132,9 @@ class _Capturing:
         self.modules = _modules([*self.state, *objects])
 
     def run(self, first_step: bool) -> Capture:
-        snapshot = Snapshot(self.state, self.hidden, [o for o in self.modules.values() if isinstance(o, nn.Module)])
+        snapshot = Snapshot(
+            self.state, self.hidden, [o for o in self.modules.values() if isinstance(o, nn.Module)]
+        )
         try:
             try:
                 return self._passes(first_step, [])
@@ -153,13 +153,14 @@ class _Capturing:
         if not first_step and any(not getattr(o, "_initialized", True) for o in optimizers):
             self._look()
         for _ in range(MAX_PASSES):
-            before = _form(self._leaves())
+            before = _form(self.leaves())
             captured = self._capture(wrapped)
-            if first_step or _form(self._leaves()) == before:
+            if first_step or _form(self.leaves()) == before:
                 break
         return captured
 
-    def _leaves(self) -> list[Leaf]:
+    def leaves(self) -> list[Leaf]:
+        """Every array of the state, with its name, as it is now."""
         return state_leaves([*self.state, *self.hidden])
 
     def _look(self) -> None:
@@ -169,21 +170,21 @@ class _Capturing:
             self._call(found, tracers)
             raise _SeenEnough
 
-        found = self._leaves()
+        found = self.leaves()
         try:
             self._export(lambda _: None, traced, found)
         except _SeenEnough:
             return
 
     def _capture(self, wrapped: list[Any]) -> Capture:
-        found = self._leaves()
+        found = self.leaves()
         tags = Tags(*_paths(self.modules), self.marked)
         exported, drawing, left = Exported(), io.StringIO(), _Left()
 
         def traced(*tracers: mx.array) -> list[mx.array]:
             with tags.installed(_called_classes(self.modules), wrapped):
                 returned = self._call(found, tracers)
-            left.read(self, returned)
+            left.read(self, returned, found)
             ends = [mx.stop_gradient(array) for array in left.roots]
             looked_for = [mx.stop_gradient(array) for array in (*self.outside, *tags.watched)]
             # Drawn in this order, so that each is found again by its place.
@@ -238,12 +239,15 @@ class _Capturing:
         watches = enumerate(drawn.ends[len(ends) + len(outside) :])
         watched = {number: built.ids[name] for number, name in watches if name in match and name in built.ids}
         graph.regions = _regions(tags.calls, watched, built.cotangents)
-        function_outputs = [roots[r] for r in left.function]
-        _keep_needed(graph, function_outputs)
+        graph.function_outputs = [roots[r] for r in left.function]
+        graph.carries = {numbers[k]: roots[r] for k, r in enumerate(left.carried)}
+        graph.remove_dead()
         label(graph, tags.calls, watched, [roots[r] for r in left.returned])
-        return Capture(graph, self.compiled, function_outputs, list(tags.warnings))
+        return Capture(graph, self.compiled, list(tags.warnings))
 
-    def _graph_inputs(self, graph: Graph, found: list[Leaf], exported: Exported) -> tuple[list[int], list[int]]:
+    def _graph_inputs(
+        self, graph: Graph, found: list[Leaf], exported: Exported
+    ) -> tuple[list[int], list[int]]:
         """The graph's inputs in the order they are drawn in, and those the caller holds throughout."""
         described = iter(exported.inputs)
         numbers: list[int] = []
@@ -286,9 +290,10 @@ class _Left:
     evaluated: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
     function: list[int] = field(default_factory=list)
+    carried: list[int] = field(default_factory=list)
     _positions: dict[int, int] = field(default_factory=dict)
 
-    def read(self, capturing: _Capturing, returned: Any) -> None:
+    def read(self, capturing: _Capturing, returned: Any, found: list[Leaf]) -> None:
         trees = [state_tree(item) for item in capturing.state]
         self.returned = self._add(returned)
         self.evaluated = self._add(capturing.evaluate(returned, trees))
@@ -301,6 +306,9 @@ class _Left:
         self.held = self._add([returned, trees, hidden])
         state = [state_tree(item) for item in capturing.function_state]
         self.function = self._add([returned, state])
+        after = capturing.leaves()
+        if [leaf.name for leaf in after] == [leaf.name for leaf in found]:
+            self.carried = self._add([leaf.array for leaf in after])
 
     def _add(self, tree: Any) -> list[int]:
         positions = []
@@ -310,18 +318,6 @@ class _Left:
                 self.roots.append(array)
             positions.append(self._positions[id(array)])
         return positions
-
-
-def _keep_needed(graph: Graph, function_outputs: list[int]) -> None:
-    """Drops the nodes that nothing evaluated, held or returned needs."""
-    wanted = [*graph.outputs, *graph.evaluations[0].held, *function_outputs]
-    kept = graph.between([], wanted)
-    alive = {id(node) for node in kept}
-    for node in graph.nodes:
-        if id(node) not in alive:
-            for i in node.outputs:
-                graph.arrays[i].producer = None
-    graph.nodes = kept
 
 
 def _regions(calls: list[Call], watched: dict[int, int], cotangents: dict[int, int]) -> list[Region]:
@@ -441,7 +437,7 @@ def _explained(error: Exception) -> TraceError:
 
 
 def _where(error: Exception) -> str:
-    """" at file.py:12 (`loss.item()`)", the innermost line that is not MLX's or oomguard's."""
+    """ " at file.py:12 (`loss.item()`)", the innermost line that is not MLX's or oomguard's."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if "/oomguard/trace/" not in frame.filename and "/mlx/" not in frame.filename:
             return f" at {frame.filename.rpartition('/')[2]}:{frame.lineno} (`{frame.line}`)"

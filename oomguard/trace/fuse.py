@@ -24,26 +24,20 @@ FUSABLE = frozenset(
 )
 
 
-def compile_graph(graph: Graph, outputs: list[int]) -> list[int]:
+def compile_graph(graph: Graph) -> None:
     """Simplifies and fuses a graph in place: what ``mx.compile`` makes of a function.
 
-    Args:
-        graph: as captured.
-        outputs: the function's outputs, in its order.
-
-    Returns:
-        The outputs, where a dropped copy was one: what it copied.
+    ``graph.function_outputs`` are the function's outputs, in its order.
     """
-    held = tape(graph, outputs)
+    held = tape(graph)
     run(held)
     _Fusion(held).run()
     held.write_back()
-    return held.outputs
 
 
-def fuse(graph: Graph, outputs: list[int]) -> None:
+def fuse(graph: Graph) -> None:
     """Fuses a graph in place, without simplifying it first."""
-    held = tape(graph, outputs)
+    held = tape(graph)
     _Fusion(held).run()
     held.write_back()
 

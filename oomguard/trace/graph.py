@@ -144,15 +144,22 @@ class Evaluation:
 
 
 class Graph:
-    """Arrays, nodes in topological order, evaluations, and the regions that tags delimited."""
+    """Arrays, nodes in topological order, evaluations, and the regions that tags delimited.
 
-    __slots__ = ("arrays", "evaluations", "nodes", "regions")
+    ``function_outputs`` is what the step returns and the state it leaves, in the order ``mx.compile`` takes
+    them: ``simplify`` and ``fuse`` walk from there. ``carries`` gives for an array of the state what is in its
+    place after the step, so that the next step can be simulated with what this one leaves.
+    """
+
+    __slots__ = ("arrays", "carries", "evaluations", "function_outputs", "nodes", "regions")
 
     def __init__(self) -> None:
         self.arrays: list[Array] = []
         self.nodes: list[Node] = []
         self.evaluations: list[Evaluation] = []
         self.regions: list[Region] = []
+        self.function_outputs: list[int] = []
+        self.carries: dict[int, int] = {}
 
     # -- building ---------------------------------------------------------------------------------------
 
@@ -251,6 +258,12 @@ class Graph:
         return list(dict.fromkeys(i for evaluation in self.evaluations for i in evaluation.outputs))
 
     @property
+    def wanted(self) -> list[int]:
+        """All that somebody outside may look at: evaluated, held, or an output of the function."""
+        held = (i for evaluation in self.evaluations for i in evaluation.held)
+        return list(dict.fromkeys([*self.outputs, *held, *self.function_outputs]))
+
+    @property
     def inputs(self) -> list[int]:
         """Arrays without a producer that a node reads or that is evaluated, constants included."""
         used = {i for node in self.nodes for i in node.inputs}
@@ -307,8 +320,10 @@ class Graph:
         self.redirect(final)
 
     def redirect(self, mapping: dict[int, int]) -> None:
-        """``replace_all`` for evaluations and regions only: the nodes read the new arrays already."""
+        """``replace_all`` for all but the nodes, which read the new arrays already."""
         get = _followed(mapping).get
+        self.function_outputs = [get(i, i) for i in self.function_outputs]
+        self.carries = {before: get(after, after) for before, after in self.carries.items()}
         for evaluation in self.evaluations:
             evaluation.outputs = [get(i, i) for i in evaluation.outputs]
             evaluation.held = {get(i, i) for i in evaluation.held}
@@ -356,10 +371,10 @@ class Graph:
         return copies, mapping
 
     def remove_dead(self) -> int:
-        """Drops the nodes no evaluation needs; returns how many."""
+        """Drops the nodes that nothing ``wanted`` needs; returns how many."""
         arrays = self.arrays
         needed: set[int] = set()
-        stack = self.outputs
+        stack = self.wanted
         while stack:
             node = arrays[stack.pop()].producer
             if node is not None and id(node) not in needed:
@@ -420,6 +435,8 @@ class Graph:
                 other.arrays[i].producer = node
             other.nodes.append(node)
         other.evaluations = [Evaluation(e.outputs[:], set(e.held)) for e in self.evaluations]
+        other.function_outputs = self.function_outputs[:]
+        other.carries = dict(self.carries)
         other.regions = [
             Region(
                 r.kind,

@@ -85,9 +85,9 @@ def _scope_forward(graph: Graph, modules: list[Call], watched: dict[int, int]) -
     yet, between what went in and what came out.
     """
     arrays = graph.arrays
-    taken: set[int] = set()
+    taken: dict[int, Call] = {}
     for call in sorted((c for c in modules if c.leaving), key=lambda c: c.leaving[0].watched):
-        stop = set(_arrays(call.entering, watched))
+        seen = set(_arrays(call.entering, watched))
         stack = _arrays(call.leaving, watched)
         for end in stack:
             if arrays[end].name is None:
@@ -95,9 +95,14 @@ def _scope_forward(graph: Graph, modules: list[Call], watched: dict[int, int]) -
         while stack:
             i = stack.pop()
             node = arrays[i].producer
-            if i in stop or node is None or id(node) in taken:
+            if node is None or i in seen:
                 continue
-            taken.add(id(node))
+            seen.add(i)
+            inner = taken.get(id(node))
+            if inner is not None:
+                stack.extend(_arrays(inner.entering, watched))
+                continue
+            taken[id(node)] = call
             node.scope, node.block = call.name, call.block
             stack.extend(node.inputs)
 

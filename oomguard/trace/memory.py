@@ -1,13 +1,12 @@
 """Memory over one evaluation: which buffers exist after every primitive, and the most there ever is.
 
 Follows MLX's evaluator step by step. A primitive allocates its outputs (or takes over the buffer of an input
-that nobody else holds) and queues its kernels; behind them it queues a last entry that holds its inputs'
-buffers until the kernels have run. Then the evaluator may wait (too many tasks open, or more memory active
-than the limit), and then the primitive lets go of its inputs. A buffer is freed when neither an array nor a
-queued entry holds it.
+that nobody else holds) and queues its kernels; behind them goes an entry that holds its inputs' buffers until
+the kernels have run. Then the evaluator may wait (too many tasks open, or more memory active than the limit),
+and then the primitive lets go of its inputs. A buffer is freed when neither an array nor an entry holds it.
 
-The kernels are taken to be slow: nothing in the queue runs before the evaluator waits for it. That is what
-large arrays do, and small ones weigh nothing.
+Kernels are taken to be slow: none runs before the evaluator waits for it. Large arrays make it so, and small
+ones weigh nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from oomguard.trace.graph import ITEM_BYTES, Graph, Node
 from oomguard.trace.layout import Layout, row_major
@@ -24,15 +24,38 @@ from oomguard.trace.schedule import BFS_MAX_WIDTH, schedule
 
 MAX_ACTIVE_TASKS = 10
 DISPATCHES_PER_TASK = 10
-CPU_CACHE_LIMIT = 32 << 20
-CPU_PAGE = 4096
+CPU_CACHE_BYTES = 32 << 20
+CPU_PAGE_BYTES = 4096
+
+Touched = list[tuple[int, int]]
+"""(buffer, elements seen of it) for each array a primitive reads or writes."""
+
+
+class Queue(Protocol):
+    """Work handed to a backend that has not run yet, in tasks the evaluator can wait for."""
+
+    @property
+    def tasks(self) -> int:
+        """Tasks handed over that have not finished."""
+
+    def submit(self, kernels: int, held: list[int], touched: Touched) -> None:
+        """Queues a primitive's kernels, and behind them the buffers that stay until those have run."""
+
+    def idle(self) -> list[int] | None:
+        """What is released without waiting for a kernel; None when a kernel is next."""
+
+    def finish_entry(self) -> list[int]:
+        """Runs the oldest entry and returns what it held; or only as much of it as ends the oldest task."""
+
+    def drain(self) -> list[int]:
+        """Runs everything and returns what was held."""
 
 
 class DispatchQueue:
-    """The CPU's queue: every tenth entry closes a task; a primitive's last entry holds its buffers.
+    """The CPU's queue: every tenth dispatch closes a task. Holding buffers is a dispatch of its own.
 
-    That last entry does nothing, so it runs as soon as the kernels before it have. ``submitted`` goes on from
-    evaluation to evaluation, as MLX's count does.
+    That one does nothing, so it runs as soon as the kernels before it have. ``submitted`` goes on from evaluation
+    to evaluation, as MLX's count does.
     """
 
     __slots__ = ("executed", "pending", "submitted")
@@ -44,24 +67,19 @@ class DispatchQueue:
 
     @property
     def tasks(self) -> int:
-        """Closed tasks that have not finished."""
         return self.submitted // DISPATCHES_PER_TASK - self.executed // DISPATCHES_PER_TASK
 
-    def submit(self, kernels: int, held: list[int], elements: int) -> list[int] | None:
-        """Queues a primitive; returns what is released at once, where nothing is left to run before it."""
+    def submit(self, kernels: int, held: list[int], touched: Touched) -> None:
         self.submitted += kernels + 1
         self.pending.append((self.submitted, held))
-        return self.idle()
 
     def idle(self) -> list[int] | None:
-        """The entry at the head, where its kernels have run; None where a kernel is at the head."""
         if self.pending and self.executed >= self.pending[0][0] - 1:
             self.executed, held = self.pending.popleft()
             return held
         return None
 
     def finish_entry(self) -> list[int]:
-        """Runs the oldest entry, or as much of it as belongs to the oldest task; returns what it released."""
         end = (self.executed // DISPATCHES_PER_TASK + 1) * DISPATCHES_PER_TASK
         if self.pending and self.pending[0][0] <= end:
             self.executed, held = self.pending.popleft()
@@ -70,30 +88,53 @@ class DispatchQueue:
         return []
 
     def drain(self) -> list[int]:
-        """Runs everything."""
         held = [b for _, entry in self.pending for b in entry]
         self.pending.clear()
         self.executed = self.submitted
         return held
 
 
-Queue = DispatchQueue
+class ImmediateQueue:
+    """No queue at all: whatever is handed over has run. What memory is when nothing runs ahead."""
+
+    tasks = 0
+
+    def __init__(self) -> None:
+        self._held: list[int] | None = None
+
+    def submit(self, kernels: int, held: list[int], touched: Touched) -> None:
+        self._held = held
+
+    def idle(self) -> list[int] | None:
+        held, self._held = self._held, None
+        return held
+
+    def finish_entry(self) -> list[int]:
+        return []
+
+    def drain(self) -> list[int]:
+        return []
 
 
 @dataclass(frozen=True)
 class Device:
     """How a backend allocates and queues.
 
-    ``rounding`` gives the bytes that a request for some bytes takes. ``cache_limit`` and ``cache_page`` are those
-    of the buffer cache, which may hand out a larger buffer than asked for.
+    Attributes:
+        rules: what each primitive does with buffers.
+        queue: makes its queue.
+        rounding: the bytes that a request for some bytes takes.
+        cache_limit: bytes of freed buffers it keeps.
+        cache_page: a kept buffer is handed out again if it is at most twice as large as asked for, and at most
+            two pages larger.
     """
 
     name: str
     rules: dict[str, Rule]
     queue: Callable[[], Queue] = DispatchQueue
     rounding: Callable[[int], int] = int
-    cache_limit: int = CPU_CACHE_LIMIT
-    cache_page: int = CPU_PAGE
+    cache_limit: int = CPU_CACHE_BYTES
+    cache_page: int = CPU_PAGE_BYTES
 
 
 CPU = Device("cpu", CPU_RULES)
@@ -125,66 +166,50 @@ class BufferCache:
             self.total += size
 
 
-@dataclass
-class Run:
-    """What one simulated evaluation did.
+class Memory:
+    """A device's memory and queue, kept from evaluation to evaluation.
 
-    Attributes:
-        peak_bytes: the most that was ever active.
-        peak_index: position in ``order`` of the primitive that made the peak.
-        before_bytes: active when the evaluation began: state, batch, constants.
-        after_bytes: active when it ended.
-        order: the primitives in the order they ran.
-        high: for each of them the active bytes once it had allocated.
-        low: and after it had let go of its inputs.
-        unknown: names of primitives no rule is known for, with how many ran.
+    By buffer number: ``size`` in bytes, how many ``arrays`` live in it, how many ``pending`` entries hold it.
     """
 
-    peak_bytes: int
-    peak_index: int
-    before_bytes: int
-    after_bytes: int
-    order: list[Node]
-    high: list[int]
-    low: list[int]
-    unknown: dict[str, int] = field(default_factory=dict)
-
-
-class Memory:
-    """A device's memory and queue, kept from evaluation to evaluation."""
-
-    def __init__(self, device: Device = CPU, limit: int | None = None, width: int = BFS_MAX_WIDTH):
-        """``limit``: what ``mx.set_memory_limit`` was given; None for none that is ever reached."""
+    def __init__(self, device: Device = CPU, limit: int | None = None, queue: Queue | None = None):
+        """Args:
+        limit: what ``mx.set_memory_limit`` was given, in bytes; None for one out of reach.
+        queue: instead of the device's own.
+        """
         self.device = device
         self.limit = limit
-        self.width = width
-        self.queue = device.queue()
+        self.queue = queue or device.queue()
         self.cache = BufferCache(device.cache_limit, device.cache_page)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins anew, with no buffer; what is in the cache, and the queue's count, stay."""
         self.active = 0
-        self.peak = 0
-        # By buffer.
         self.size: list[int] = []
         self.arrays: list[int] = []
         self.pending: list[int] = []
 
-    def allocate(self, nbytes: int) -> int:
-        """A new buffer that one array holds."""
-        taken = self.cache.take(self.device.rounding(nbytes)) if nbytes else 0
-        self.size.append(taken)
+    def adopt(self, size: int) -> int:
+        """A buffer that is there already, with one array in it."""
+        self.size.append(size)
         self.arrays.append(1)
         self.pending.append(0)
-        self.active += taken
-        if self.active > self.peak:
-            self.peak = self.active
+        self.active += size
         return len(self.size) - 1
 
+    def allocate(self, nbytes: int) -> int:
+        """A new buffer, with one array in it."""
+        return self.adopt(self.cache.take(self.device.rounding(nbytes)) if nbytes else 0)
+
     def drop_array(self, b: int) -> None:
+        """An array that lived in the buffer is gone."""
         self.arrays[b] -= 1
         if not self.arrays[b] and not self.pending[b]:
             self._free(b)
 
     def release(self, held: list[int]) -> None:
-        """What a queue entry held, now that it has run."""
+        """What an entry of the queue held, now that it has run."""
         pending, arrays = self.pending, self.arrays
         for b in held:
             pending[b] -= 1
@@ -198,6 +223,7 @@ class Memory:
     def wait(self) -> None:
         """What the evaluator does after every primitive: waits while too much is open."""
         queue, limit = self.queue, self.limit
+        self.run_idle()
         over = limit is not None and self.active > limit
         if queue.tasks <= MAX_ACTIVE_TASKS and not (over and queue.tasks > 0):
             return
@@ -209,144 +235,197 @@ class Memory:
                 self._finish_task()
             else:
                 self.release(queue.finish_entry())
-        self._run_idle()
+        self.run_idle()
 
     def _finish_task(self) -> None:
         open_tasks = self.queue.tasks
         while self.queue.tasks >= open_tasks:
             self.release(self.queue.finish_entry())
 
-    def _run_idle(self) -> None:
+    def run_idle(self) -> None:
+        """Runs what is in front of the next kernel."""
         while (held := self.queue.idle()) is not None:
             self.release(held)
 
     def synchronize(self) -> None:
+        """Runs all that is queued."""
         self.release(self.queue.drain())
 
 
-class Simulation:
-    """Evaluations of one graph in a device's memory."""
+class Step:
+    """A node as the simulation runs it: what does not change from run to run."""
 
-    def __init__(self, graph: Graph, memory: Memory, layouts: dict[int, tuple[Layout, int]] | None = None):
-        """Args:
-        layouts: for inputs of the graph, how they lie and the size of their buffer, where that is not the plain
-            row-major one: what an earlier step left.
-        """
-        self.graph = graph
-        self.memory = memory
-        n = len(graph.arrays)
-        self.layout: list[Layout | None] = [None] * n
-        self.buffer = [-1] * n
-        self.refs = [0] * n
-        self.evaluated: set[int] = set()
-        self.unknown: dict[str, int] = {}
-        self._op = Operands()
-        for node in graph.nodes:
-            for i in node.inputs:
-                self.refs[i] += 1
-        self.held: set[int] = set()
-        self._start(layouts or {})
+    __slots__ = ("inputs", "known", "node", "op", "outputs", "reached", "rule", "siblings")
 
-    def _start(self, layouts: dict[int, tuple[Layout, int]]) -> None:
-        graph = self.graph
-        for evaluation in graph.evaluations:
-            self.held.update(evaluation.held, evaluation.outputs)
-        for i in self.held:
-            self.refs[i] += 1
-        for array in graph.arrays:
-            if array.producer is None and self.refs[array.id]:
-                layout, size = layouts.get(array.id, (None, 0))
-                self.layout[array.id] = layout or row_major(array.shape)
-                self.buffer[array.id] = self.memory.allocate(size or array.nbytes)
-
-    def run(self, number: int = 0) -> Run:
-        """Runs one of the graph's evaluations."""
-        memory = self.memory
-        evaluation = self.graph.evaluations[number]
-        memory.peak = memory.active
-        before = memory.active
-        steps = schedule(self.graph, evaluation, self.evaluated, memory.width)
-        high: list[int] = []
-        low: list[int] = []
-        peak_index = -1
-        peak = before
-        for index, (node, reached) in enumerate(steps):
-            self._allocate(node)
-            high.append(memory.active)
-            if memory.active > peak:
-                peak, peak_index = memory.active, index
-            self._submit(node, reached, self._kernels)
-            memory.wait()
-            self._detach(node)
-            low.append(memory.active)
-        memory.synchronize()
-        return Run(
-            max(peak, memory.peak),
-            peak_index,
-            before,
-            memory.active,
-            [n for n, _ in steps],
-            high,
-            low,
-            self.unknown,
-        )
-
-    def _allocate(self, node: Node) -> None:
-        """Runs the primitive's rule and makes the buffers it asks for."""
-        op, arrays, layout, buffer = self._op, self.graph.arrays, self.layout, self.buffer
-        memory = self.memory
-        refs, holders, pending, sizes = self.refs, memory.arrays, memory.pending, memory.size
-        inputs = node.inputs
-        op.inputs = [layout[i] for i in inputs]  # type: ignore[misc]
-        op.dtypes = [arrays[i].dtype for i in inputs]
-        op.items = [ITEM_BYTES[d] for d in op.dtypes]
-        buffers = [buffer[i] for i in inputs]
-        op.donatable = [
-            refs[i] == 1 and holders[b] == 1 and not pending[b] for i, b in zip(inputs, buffers, strict=True)
-        ]
-        op.buffer_bytes = [sizes[b] for b in buffers]
+    def __init__(self, graph: Graph, node: Node, reached: int, rule: Rule | None):
+        arrays = graph.arrays
+        self.node = node
+        self.inputs = node.inputs
+        self.outputs = node.outputs
+        self.reached = reached
+        self.siblings = [o for o in node.outputs if o != reached]
+        self.known = rule is not None
+        self.rule = rule or unknown
+        op = self.op = Operands()
+        op.dtypes = [arrays[i].dtype for i in node.inputs]
+        op.items = [ITEM_BYTES[dtype] for dtype in op.dtypes]
         op.out_shapes = [arrays[o].shape for o in node.outputs]
         op.out_items = [ITEM_BYTES[arrays[o].dtype] for o in node.outputs]
         op.arguments = node.arguments
-        rule = memory.device.rules.get(node.primitive)
-        if rule is None:
-            self.unknown[node.primitive] = self.unknown.get(node.primitive, 0) + 1
-            rule = unknown
-        outs, self._kernels, temporaries = rule(op)
-        for o, out in zip(node.outputs, outs, strict=True):
-            layout[o] = out.layout
-            if out.source == NEW:
-                buffer[o] = memory.allocate(out.nbytes)
+
+
+class Program:
+    """A graph's evaluations, scheduled for a device, ready to be simulated any number of times."""
+
+    def __init__(self, graph: Graph, device: Device = CPU, width: int = BFS_MAX_WIDTH):
+        self.graph = graph
+        self.device = device
+        self.evaluations: list[list[Step]] = []
+        evaluated: set[int] = set()
+        for evaluation in graph.evaluations:
+            order = schedule(graph, evaluation, evaluated, width)
+            self.evaluations.append(
+                [Step(graph, node, reached, device.rules.get(node.primitive)) for node, reached in order]
+            )
+            evaluated.update(o for node, _ in order for o in node.outputs)
+        self.references = [0] * len(graph.arrays)
+        for node in graph.nodes:
+            for i in node.inputs:
+                self.references[i] += 1
+        self.held = {i for e in graph.evaluations for i in (*e.outputs, *e.held)}
+        for i in self.held:
+            self.references[i] += 1
+
+    @property
+    def unknown(self) -> dict[str, int]:
+        """Primitives no rule is known for, and how many nodes there are of each."""
+        found: dict[str, int] = {}
+        for steps in self.evaluations:
+            for step in steps:
+                if not step.known:
+                    found[step.node.primitive] = found.get(step.node.primitive, 0) + 1
+        return found
+
+
+@dataclass
+class Run:
+    """What one simulated evaluation did.
+
+    Attributes:
+        peak_bytes: the most that was ever active.
+        peak_index: position of the primitive that made the peak; -1 where nothing rose above the beginning.
+        before_bytes: active when the evaluation began: state, batch, constants.
+        after_bytes: active when it had ended.
+        high: for each primitive in order, the active bytes once it had allocated.
+        low: and after it had let go of its inputs.
+    """
+
+    peak_bytes: int
+    peak_index: int
+    before_bytes: int
+    after_bytes: int
+    high: list[int] = field(default_factory=list)
+    low: list[int] = field(default_factory=list)
+
+
+Watcher = Callable[[int, "Simulation"], None]
+"""Called after every primitive has allocated, with its position."""
+
+
+class Simulation:
+    """A program's arrays in a device's memory, from what exists before the first evaluation on."""
+
+    def __init__(self, program: Program, memory: Memory, found: dict[int, tuple[Layout, int]] | None = None):
+        """Args:
+        found: for inputs of the graph, how they lie and the bytes of their buffer, where that is not a row-major
+            array in a buffer of its size: what an earlier step left.
+        """
+        self.program = program
+        self.memory = memory
+        memory.forget()
+        arrays = program.graph.arrays
+        self.references = program.references[:]
+        self.layout: list[Layout] = [None] * len(arrays)  # type: ignore[list-item]
+        self.buffer = [-1] * len(arrays)
+        found = found or {}
+        for array in arrays:
+            if array.producer is None and self.references[array.id]:
+                layout, size = found.get(array.id) or (row_major(array.shape), array.nbytes)
+                self.layout[array.id] = layout
+                self.buffer[array.id] = memory.adopt(memory.device.rounding(size))
+
+    def run(self, number: int = 0, watch: Watcher | None = None) -> Run:
+        """Runs one of the program's evaluations."""
+        memory = self.memory
+        before = peak = memory.active
+        peak_index = -1
+        high: list[int] = []
+        low: list[int] = []
+        for index, step in enumerate(self.program.evaluations[number]):
+            self._execute(step)
+            active = memory.active
+            high.append(active)
+            if active > peak:
+                peak, peak_index = active, index
+            if watch is not None:
+                watch(index, self)
+            memory.wait()
+            self._detach(step)
+            low.append(memory.active)
+        memory.synchronize()
+        return Run(peak, peak_index, before, memory.active, high, low)
+
+    def _execute(self, step: Step) -> None:
+        """Runs the primitive's rule, makes the buffers it asks for, and queues its kernels."""
+        memory, layout, buffer, references = self.memory, self.layout, self.buffer, self.references
+        holders, pending, sizes = memory.arrays, memory.pending, memory.size
+        op, inputs = step.op, step.inputs
+        op.inputs = [layout[i] for i in inputs]
+        buffers = [buffer[i] for i in inputs]
+        op.donatable = [
+            references[i] == 1 and holders[b] == 1 and not pending[b]
+            for i, b in zip(inputs, buffers, strict=True)
+        ]
+        op.buffer_bytes = [sizes[b] for b in buffers]
+        outs, kernels, temporaries = step.rule(op)
+        for o, (source, nbytes, lies) in zip(step.outputs, outs, strict=True):
+            layout[o] = lies
+            if source == NEW:
+                buffer[o] = memory.allocate(nbytes)
             else:
-                b = buffers[out.source]
-                buffer[o] = b
+                buffer[o] = b = buffers[source]
                 holders[b] += 1
-        self._temporaries = [memory.allocate(nbytes) for nbytes in temporaries]
-
-    def _submit(self, node: Node, reached: int, kernels: int) -> None:
-        buffer, memory = self.buffer, self.memory
-        held = {buffer[i] for i in node.inputs}
-        if len(node.outputs) > 1:
-            held.update(buffer[o] for o in node.outputs if o != reached)
-        held.discard(buffer[reached])
-        elements = 0
+        held = set(buffers)
+        for o in step.siblings:
+            held.add(buffer[o])
+        held.discard(buffer[step.reached])
         for b in held:
-            memory.pending[b] += 1
-        entry = [*held, *self._temporaries]
-        for b in self._temporaries:
-            memory.arrays[b] = 0
-            memory.pending[b] = 1
-        released = memory.queue.submit(kernels, entry, elements)
-        if released is not None:
-            memory.release(released)
+            pending[b] += 1
+        entry = list(held)
+        for nbytes in temporaries:
+            b = memory.allocate(nbytes)
+            holders[b] = 0
+            pending[b] = 1
+            entry.append(b)
+        touched = [(buffer[i], layout[i].span) for i in (*inputs, *step.outputs)]
+        memory.queue.submit(kernels, entry, touched)
 
-    def _detach(self, node: Node) -> None:
-        refs, buffer, memory = self.refs, self.buffer, self.memory
-        self.evaluated.update(node.outputs)
-        for i in node.inputs:
-            refs[i] -= 1
-            if not refs[i]:
+    def _detach(self, step: Step) -> None:
+        """Lets go of the inputs, and of outputs that nobody reads."""
+        references, buffer, memory = self.references, self.buffer, self.memory
+        for i in step.inputs:
+            references[i] -= 1
+            if not references[i]:
                 memory.drop_array(buffer[i])
-        for o in node.outputs:
-            if not refs[o]:
+        for o in step.outputs:
+            if not references[o]:
                 memory.drop_array(buffer[o])
+
+    def found(self, carries: dict[int, int]) -> dict[int, tuple[Layout, int]]:
+        """How the next step finds its inputs.
+
+        Args:
+            carries: for an input of the graph, the array that is in its place after this step.
+        """
+        size, buffer, layout = self.memory.size, self.buffer, self.layout
+        return {i: (layout[o], size[buffer[o]]) for i, o in carries.items() if buffer[o] >= 0}

@@ -89,13 +89,13 @@ class Tape:
         graph.sort()
 
 
-def tape(graph: Graph, outputs: list[int]) -> Tape:
-    """The tape of a graph; walks it as MLX does, but without recursion."""
+def tape(graph: Graph) -> Tape:
+    """The tape of a graph, from its function's outputs; walks it as MLX does, but without recursion."""
     arrays = graph.arrays
     order: list[int] = []
     readers: dict[int, list[Reader]] = {}
     seen: set[int] = set()
-    for output in outputs:
+    for output in graph.function_outputs:
         stack = [(output, 0)]
         while stack:
             i, position = stack.pop()
@@ -118,23 +118,18 @@ def tape(graph: Graph, outputs: list[int]) -> Tape:
                 if node is not None:
                     seen.update(node.outputs)
                 order.append(i)
-    return Tape(graph, order, readers, list(outputs))
+    return Tape(graph, order, readers, list(graph.function_outputs))
 
 
-def simplify(graph: Graph, outputs: list[int]) -> list[int]:
+def simplify(graph: Graph) -> None:
     """Simplifies a graph in place, as ``mx.compile`` does.
 
-    Args:
-        graph: as captured: nothing merged yet.
-        outputs: the compiled function's outputs, in its order.
-
-    Returns:
-        The outputs, where a dropped copy was one: what it copied.
+    ``graph.function_outputs`` are the function's outputs, in its order; where one was a copy that is dropped, it
+    becomes what it copied.
     """
-    held = tape(graph, outputs)
+    held = tape(graph)
     run(held)
     held.write_back()
-    return held.outputs
 
 
 def run(held: Tape) -> None:

@@ -197,7 +197,7 @@ class Tags:
                 return tags.run(self.function, Call("custom_function", name, tags._block), args, kwargs)
 
             def vjp(self, function: Callable[..., Any]) -> Callable[..., Any]:
-                if not getattr(function, "recomputes", False):
+                if not function.__module__.startswith("oomguard."):
                     tags.warnings.append(
                         f"the VJP that {getattr(self.function, '__qualname__', 'a custom function')} defines is not "
                         "traced; its backward is counted as automatic differentiation builds it"
@@ -267,13 +267,15 @@ def _is_checkpoint(function: Any) -> bool:
 
 @contextmanager
 def _everywhere(original: Any, replacement: Any) -> Iterator[None]:
-    """Replaces an object in every dictionary, list and closure that refers to it."""
+    """Replaces an object in every dictionary and closure that refers to it."""
     undo: list[Callable[[], None]] = []
     for referrer in gc.get_referrers(original):
         if isinstance(referrer, dict):
-            for key in [k for k, v in referrer.items() if v is original]:
-                referrer[key] = replacement
-                undo.append(functools.partial(referrer.__setitem__, key, original))
+            # A loop, not a comprehension: that would put ``original`` itself in a closure to be replaced.
+            for key, value in list(referrer.items()):
+                if value is original:
+                    referrer[key] = replacement
+                    undo.append(functools.partial(referrer.__setitem__, key, original))
         elif isinstance(referrer, types.CellType) and referrer.cell_contents is original:
             referrer.cell_contents = replacement
             undo.append(functools.partial(setattr, referrer, "cell_contents", original))

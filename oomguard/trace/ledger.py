@@ -1,0 +1,172 @@
+"""Whose the bytes are: a memory that keeps, at every moment, how much of it belongs to which category.
+
+A buffer belongs to the array written into it last. Once no array lives in it, but a queued kernel still holds
+it, it belongs to the in-flight window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from oomguard.trace.graph import Graph
+from oomguard.trace.label import GRADIENT
+from oomguard.trace.memory import Device, Memory, Program, Queue, Simulation
+
+CATEGORIES = (
+    "parameters",
+    "optimizer state",
+    "batch",
+    "other state",
+    "constants",
+    "saved tensors",
+    "forward",
+    "recompute",
+    "gradients",
+    "backward",
+    "update",
+    "copies",
+    "in-flight window",
+)
+NUMBER = {name: number for number, name in enumerate(CATEGORIES)}
+COPIES = NUMBER["copies"]
+IN_FLIGHT = NUMBER["in-flight window"]
+
+_BY_KIND = {
+    "parameter": "parameters",
+    "optimizer": "optimizer state",
+    "batch": "batch",
+    "state": "other state",
+    "constant": "constants",
+}
+_VIEWS = frozenset(
+    "AsStrided Broadcast BroadcastAxes Copy CustomTransforms Depends ExpandDims Flatten Reshape Slice Split "
+    "Squeeze StopGradient Transpose Unflatten View".split()
+)
+
+
+def categories(graph: Graph) -> list[int]:
+    """The category of each array of a graph, as a number. New state is state of the kind it replaces."""
+    readers = _read_by_backward(graph)
+    result = []
+    for array in graph.arrays:
+        node = array.producer
+        if node is None:
+            result.append(NUMBER[_BY_KIND.get(array.kind, "constants")])
+        elif array.name is not None and array.name.endswith(GRADIENT):
+            result.append(NUMBER["gradients"])
+        elif node.phase == "forward":
+            result.append(NUMBER["saved tensors" if array.id in readers else "forward"])
+        else:
+            result.append(NUMBER[node.phase])
+    for before, after in graph.carries.items():
+        if graph.arrays[after].producer is not None:
+            result[after] = result[before]
+    return result
+
+
+def _read_by_backward(graph: Graph) -> set[int]:
+    """Arrays that something other than the forward reads, directly or through a view."""
+    found: set[int] = set()
+    for node in reversed(graph.nodes):
+        forward = node.phase == "forward"
+        if not forward or (node.primitive in _VIEWS and any(o in found for o in node.outputs)):
+            found.update(node.inputs)
+    return found
+
+
+class Ledger(Memory):
+    """A memory that knows the category of every buffer."""
+
+    def __init__(self, device: Device, limit: int | None, queue: Queue | None):
+        super().__init__(device, limit, queue)
+
+    def forget(self) -> None:
+        super().forget()
+        self.category: list[int] = []
+        self.totals = [0] * len(CATEGORIES)
+
+    def adopt(self, size: int) -> int:
+        self.category.append(COPIES)
+        self.totals[COPIES] += size
+        return super().adopt(size)
+
+    def assign(self, b: int, category: int) -> None:
+        """Says what the buffer holds from now on."""
+        self.totals[self.category[b]] -= self.size[b]
+        self.totals[category] += self.size[b]
+        self.category[b] = category
+
+    def drop_array(self, b: int) -> None:
+        if self.arrays[b] == 1 and self.pending[b]:
+            self.assign(b, IN_FLIGHT)
+        super().drop_array(b)
+
+    def _free(self, b: int) -> None:
+        self.totals[self.category[b]] -= self.size[b]
+        super()._free(b)
+
+
+@dataclass(slots=True)
+class Owner:
+    """Who wrote a buffer: an array, or a primitive that needs a copy or scratch space (``array`` is -1)."""
+
+    array: int
+    primitive: str
+    phase: str
+    block: int
+    scope: str
+
+
+class Recorder:
+    """Watches a simulation: the totals at every primitive, and the owners of all buffers at one of them."""
+
+    def __init__(self, program: Program, at: int):
+        """``at``: position of the primitive at which the owners are wanted; -1 for the beginning."""
+        self.program = program
+        self.by_array = categories(program.graph)
+        self.at = at
+        self.totals: list[tuple[int, ...]] = []
+        self.live: list[tuple[Owner, int, int]] = []
+        self._owners: dict[int, Owner] = {}
+
+    def begin(self, simulation: Simulation) -> None:
+        """Takes note of what exists before the first primitive."""
+        memory = self._ledger(simulation)
+        for array in self.program.graph.arrays:
+            b = simulation.buffer[array.id]
+            if b >= 0:
+                memory.assign(b, self.by_array[array.id])
+                self._owners[b] = Owner(array.id, "", "", array.block, "")
+        if self.at < 0:
+            self._take(memory)
+
+    def __call__(self, index: int, simulation: Simulation) -> None:
+        memory = self._ledger(simulation)
+        step = self.program.evaluations[0][index]
+        node = step.node
+        for o in step.outputs:
+            b = simulation.buffer[o]
+            known = self._owners.get(b)
+            if known is None or (known.array != o and node.primitive not in _VIEWS):
+                memory.assign(b, self.by_array[o])
+                self._owners[b] = Owner(o, node.primitive, node.phase, node.block, node.scope)
+        for b in range(len(memory.size) - 1, -1, -1):
+            if b in self._owners:
+                break
+            self._owners[b] = Owner(-1, node.primitive, node.phase, node.block, node.scope)
+        self.totals.append(tuple(memory.totals))
+        if index == self.at:
+            self._take(memory)
+
+    def _take(self, memory: Ledger) -> None:
+        """Every buffer there is, with its owner, its bytes and its category."""
+        self.live = [
+            (owner, memory.size[b], memory.category[b])
+            for b, owner in self._owners.items()
+            if memory.size[b] and (memory.arrays[b] or memory.pending[b])
+        ]
+
+    @staticmethod
+    def _ledger(simulation: Simulation) -> Ledger:
+        assert isinstance(simulation.memory, Ledger)
+        return simulation.memory

@@ -1,0 +1,113 @@
+"""What a trace answers: the peak of a step, when it is reached, and what is alive then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from oomguard.trace.ledger import CATEGORIES
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One primitive of a step: its place among those evaluated, and where in the model it belongs."""
+
+    index: int
+    primitive: str
+    phase: str
+    block: int
+    scope: str
+
+    def __str__(self) -> str:
+        if self.index < 0:
+            return "before the step"
+        where = self.scope or (f"block {self.block}" if self.block >= 0 else "")
+        return f"{self.phase}, {self.primitive}" + (f" in {where}" if where else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One buffer alive at the peak.
+
+    Attributes:
+        name: the parameter, or the module whose output it is, or the module it was made in; "" at top level.
+        nbytes: bytes of the buffer.
+        category: one of ``CATEGORIES``.
+        phase: of the primitive that wrote it; "" for what existed before the step.
+        block: index of the model's block, -1 in none.
+        primitive: what wrote it; "" for what existed before.
+        shape: of the array, () for scratch space.
+        dtype: of the array, "" for scratch space.
+    """
+
+    name: str
+    nbytes: int
+    category: str
+    phase: str
+    block: int
+    primitive: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Active bytes over the primitives of a step, in the order evaluated.
+
+    Attributes:
+        active: once each primitive has allocated.
+        totals: the same by category, in the order of ``CATEGORIES``; each sums to ``active``.
+        moments: what the primitives are.
+    """
+
+    active: list[int]
+    totals: list[tuple[int, ...]]
+    moments: list[Moment]
+
+
+@dataclass(frozen=True)
+class TraceResult:
+    """The peak of a step, simulated.
+
+    Attributes:
+        peak_bytes: of active memory, as ``mx.get_peak_memory`` gives it, in the steady state.
+        low_bytes, high_bytes: the least and most over some steps; they differ in what is in flight.
+        first_peak_bytes: of the first step after the state was created.
+        sequenced_peak_bytes: with the memory limit at 0: nearly nothing in flight.
+        graph_peak_bytes: with nothing in flight at all: what the order of evaluation alone needs.
+        state_bytes: active before the step: parameters, optimizer state, batch.
+        largest_buffer_bytes: the largest single allocation; must fit the device's largest buffer.
+        moment: when the peak is reached.
+        holders: what is alive then, largest first; their bytes sum to ``peak_bytes``.
+        breakdown: the same by category, without empty ones.
+        timeline: the step that made the peak.
+        primitives: how many are evaluated.
+        unknown: primitives no rule is known for, with their number. They are counted from above.
+        warnings: what could make the numbers wrong.
+        backend, compiled: what was simulated.
+    """
+
+    peak_bytes: int
+    low_bytes: int
+    high_bytes: int
+    first_peak_bytes: int
+    sequenced_peak_bytes: int
+    graph_peak_bytes: int
+    state_bytes: int
+    largest_buffer_bytes: int
+    moment: Moment
+    holders: list[Holder]
+    breakdown: dict[str, int]
+    timeline: Timeline
+    primitives: int
+    backend: str
+    compiled: bool
+    unknown: dict[str, int] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """What the peak has over that of the graph alone."""
+        return max(0, self.peak_bytes - self.graph_peak_bytes)
+
+
+__all__ = ["CATEGORIES", "Holder", "Moment", "Timeline", "TraceResult"]
