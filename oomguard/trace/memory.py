@@ -288,10 +288,11 @@ class Program:
                 [Step(graph, node, reached, device.rules.get(node.primitive)) for node, reached in order]
             )
             evaluated.update(o for node, _ in order for o in node.outputs)
+        # Every output of a primitive keeps the list of its inputs: none of several outputs' is ever donated.
         self.references = [0] * len(graph.arrays)
         for node in graph.nodes:
             for i in node.inputs:
-                self.references[i] += 1
+                self.references[i] += len(node.outputs)
         self.held = {i for e in graph.evaluations for i in (*e.outputs, *e.held)}
         for i in self.held:
             self.references[i] += 1
@@ -414,7 +415,7 @@ class Simulation:
         """Lets go of the inputs, and of outputs that nobody reads."""
         references, buffer, memory = self.references, self.buffer, self.memory
         for i in step.inputs:
-            references[i] -= 1
+            references[i] -= len(step.outputs)
             if not references[i]:
                 memory.drop_array(buffer[i])
         for o in step.outputs:
