@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from oomguard.config import ModelConfig, StepConfig
 from oomguard.errors import TraceError
+from oomguard.search import Traced, Tracer
 from oomguard.settings import Engine
 
 if TYPE_CHECKING:
     from oomguard.device import Device
-    from oomguard.search import Estimator
+
+TRACE_MARGIN = 0.03  # a default run may peak this much above its trace (the trace's own stated bound)
 
 
-def find_tracer(engine: Engine, device: Device) -> tuple[Estimator | None, str | None]:
+def find_tracer(engine: Engine, device: Device) -> tuple[Tracer | None, str | None]:
     """What simulates a step of the preset GPT on that device.
 
     Args:
@@ -20,19 +23,48 @@ def find_tracer(engine: Engine, device: Device) -> tuple[Estimator | None, str |
         device: the machine and backend to simulate.
 
     Returns:
-        A function from model and step to an Estimate, or None; and a warning when ``auto`` has to do without.
+        A function from model and step to what it holds, or None; and a warning where ``auto`` does without.
 
     Raises:
-        TraceError: the engine is ``trace`` and MLX cannot be imported here.
+        TraceError: the engine is ``trace`` and cannot be had; the text says why.
     """
     if engine == "estimate":
         return None, None
+    reason = _why_not(device)
+    if reason is None:
+        return trace_step, None
+    if engine == "trace":
+        raise TraceError(f"--engine trace: {reason}; --engine estimate does without")
+    return None, f"not confirmed by a trace: {reason}"
+
+
+def _why_not(device: Device) -> str | None:
+    if device.backend != "cpu":
+        return f"the preset GPT is simulated on the cpu backend, and the plan is for {device.backend}"
     try:
         import mlx.core  # noqa: F401, the trace captures a real step
-
-        from oomguard.trace.preset import step_tracer
     except ImportError as error:
-        if engine == "trace":
-            raise TraceError(f"--engine trace needs MLX, which cannot be imported here: {error}") from error
-        return None, f"not confirmed by a trace: MLX cannot be imported here ({error})"
-    return step_tracer(device), None
+        return f"MLX cannot be imported here ({error})"
+    return None
+
+
+def trace_step(model: ModelConfig, step: StepConfig) -> Traced:
+    """One step of the preset GPT, captured without running it and simulated on the CPU backend.
+
+    Raises:
+        TraceError: the step cannot be captured.
+    """
+    from oomguard.model.step import build_step
+    from oomguard.trace.engine import trace_built
+
+    found = trace_built(build_step(model, step, evaluated=False))
+    return Traced(
+        peak_bytes=found.peak_bytes,
+        low_bytes=found.low_bytes,
+        high_bytes=max(found.high_bytes, int(found.peak_bytes * (1 + TRACE_MARGIN))),
+        sequenced_peak_bytes=found.sequenced_peak_bytes,
+        phase=str(found.moment),
+        breakdown={name.replace(" ", "_"): size for name, size in found.breakdown.items()},
+        largest_tensor_bytes=found.largest_buffer_bytes,
+        warnings=tuple(found.warnings),
+    )

@@ -31,6 +31,7 @@ from oomguard.search import (
     Families,
     Ladder,
     Search,
+    Tracer,
     as_traced,
     fastest,
     recomputed_share,
@@ -231,7 +232,7 @@ def answer(
     *,
     estimator: Estimator | None = None,
     calibration: Coefficients | None = None,
-    tracer: Estimator | None = None,
+    tracer: Tracer | None = None,
 ) -> Plan:
     """The plan of a request on a device.
 
@@ -402,7 +403,7 @@ def _changes(request: Request) -> list[tuple[str, Request]]:
 
 
 def _confirm(
-    search: Search, candidates: list[Candidate], tracer: Estimator
+    search: Search, candidates: list[Candidate], tracer: Tracer
 ) -> tuple[list[Candidate], Candidate | None, list[str]]:
     """Traces the choice and its neighbours; what the trace says is believed.
 

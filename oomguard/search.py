@@ -75,9 +75,12 @@ class Candidate:
 
     @property
     def cache_limit_bytes(self) -> int:
-        """The cache limit the plan assumes: what the allocator would keep, within what the budget leaves."""
-        wanted = self.estimate.footprint_bytes - self.estimate.peak_bytes
-        return max(0, min(wanted, self.headroom_bytes))
+        """The cache limit the plan assumes: what the allocator would keep, within what the budget leaves.
+
+        Where none was measured (a GPU, where MLX keeps nearly all it may), the cache gets all that is left.
+        """
+        kept = self.estimate.footprint_bytes - self.estimate.peak_bytes
+        return max(0, min(kept, self.headroom_bytes) if kept else self.headroom_bytes)
 
     @property
     def footprint_bytes(self) -> int:
@@ -296,7 +299,37 @@ def fastest(candidates: Iterable[Candidate], n_layers: int) -> Candidate | None:
     return min(equals, key=lambda c: (recomputed_share(c.policy, n_layers), -c.tokens_per_second))
 
 
-def as_traced(candidate: Candidate, traced: Estimate) -> Candidate:
-    """The candidate with a traced peak in the place of the estimated one; its speed stays."""
-    timed = replace(traced, step_seconds=candidate.estimate.step_seconds)
-    return replace(candidate, estimate=timed, engine="trace")
+@dataclass(frozen=True)
+class Traced:
+    """What a simulated step holds: the parts of an Estimate that a simulation knows better."""
+
+    peak_bytes: int
+    low_bytes: int
+    high_bytes: int
+    sequenced_peak_bytes: int
+    phase: str
+    breakdown: dict[str, int]
+    largest_tensor_bytes: int
+    warnings: tuple[str, ...] = ()
+
+
+Tracer = Callable[[ModelConfig, StepConfig], Traced]
+
+
+def as_traced(candidate: Candidate, traced: Traced) -> Candidate:
+    """The candidate with a traced peak in the place of the estimated one; its speed and its cache stay."""
+    estimate = candidate.estimate
+    simulated = replace(
+        estimate,
+        peak_bytes=traced.peak_bytes,
+        low_bytes=traced.low_bytes,
+        high_bytes=traced.high_bytes,
+        footprint_bytes=traced.peak_bytes + estimate.footprint_bytes - estimate.peak_bytes,
+        sequenced_peak_bytes=traced.sequenced_peak_bytes,
+        phase=traced.phase,
+        phases={traced.phase: traced.peak_bytes},
+        breakdown=traced.breakdown,
+        largest_tensor_bytes=traced.largest_tensor_bytes,
+        warnings=traced.warnings,
+    )
+    return replace(candidate, estimate=simulated, engine="trace")

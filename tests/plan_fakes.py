@@ -19,6 +19,7 @@ class FakeEstimate:
     low_bytes: int
     high_bytes: int
     footprint_bytes: int
+    sequenced_peak_bytes: int
     phase: str
     phases: dict[str, int]
     breakdown: dict[str, int]
@@ -51,6 +52,7 @@ class FakeEstimator:
     flops_per_second: float = 1e12
     bytes_per_second: float = 5e10
     warnings: tuple[str, ...] = ()
+    cache_bytes: int = 32 * MIB
     calls: list[StepConfig] = field(default_factory=list)
 
     def __call__(self, model: ModelConfig, step: StepConfig) -> FakeEstimate:
@@ -82,7 +84,8 @@ class FakeEstimator:
             peak_bytes=peak,
             low_bytes=int(peak * (1 - self.band)),
             high_bytes=int(peak * (1 + self.band)),
-            footprint_bytes=peak + 32 * MIB,
+            footprint_bytes=peak + self.cache_bytes,
+            sequenced_peak_bytes=peak,
             phase="backward",
             phases={"backward": peak, "update": peak // 2},
             breakdown=breakdown,

@@ -9,8 +9,11 @@ from plan_fakes import HERE, SHAPE, FakeCoefficients, FakeEstimate, FakeEstimato
 
 from oomguard.budget import Headroom
 from oomguard.config import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy, ModelConfig, StepConfig
-from oomguard.errors import InputError
+from oomguard.device import Device
+from oomguard.engines import trace_step
+from oomguard.errors import InputError, TraceError
 from oomguard.planner import Plan, Request, answer, check_request, largest_batch, plan, read_model
+from oomguard.search import Traced
 from oomguard.units import GIB, MIB
 
 
@@ -148,6 +151,13 @@ def test_cache_limit_never_takes_the_footprint_over_the_budget() -> None:
     assert found.choice.footprint_bytes == found.choice.peak_bytes + found.choice.cache_limit_bytes
 
 
+def test_cache_that_was_never_measured_may_take_all_that_is_left() -> None:
+    found = ask(request(memory_bytes=100 * MIB), FakeEstimator(cache_bytes=0))
+    assert found.choice is not None
+    assert found.choice.cache_limit_bytes == found.choice.headroom_bytes > 0
+    assert found.choice.footprint_bytes == 100 * MIB
+
+
 def test_breakdown_of_every_candidate_sums_to_its_peak() -> None:
     for candidate in ask(request(memory_bytes=100 * MIB)).candidates:
         assert sum(candidate.estimate.breakdown.values()) == candidate.peak_bytes
@@ -176,26 +186,24 @@ def test_warning_of_the_estimate_reaches_the_plan_once() -> None:
     assert found.warnings.count("outside the fitted range") == 1
 
 
-def traced_by(factor: float) -> FakeEstimator:
-    """A tracer that finds ``factor`` times the estimated peak."""
-    fake = FakeEstimator()
+class FakeTracer:
+    """Finds ``factor`` times what the fake estimator says."""
 
-    class Traced(FakeEstimator):
-        def __call__(self, model: ModelConfig, step: StepConfig) -> FakeEstimate:
-            found = fake(model, step)
-            self.calls.append(step)
-            scaled = {name: int(size * factor) for name, size in found.breakdown.items()}
-            peak = sum(scaled.values())
-            return replace(
-                found, breakdown=scaled, peak_bytes=peak, low_bytes=peak, high_bytes=peak, step_seconds=0
-            )
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self.calls: list[StepConfig] = []
 
-    return Traced()
+    def __call__(self, model: ModelConfig, step: StepConfig) -> Traced:
+        self.calls.append(step)
+        found = FakeEstimator()(model, step)
+        breakdown = {name: int(size * self.factor) for name, size in found.breakdown.items()}
+        peak = sum(breakdown.values())
+        return Traced(peak, peak, peak, peak, "backward", breakdown, found.largest_tensor_bytes)
 
 
 @pytest.mark.parametrize("factor", [0.9, 1.0, 1.12])
 def test_trace_moves_the_choice_to_the_batch_it_finds(factor: float) -> None:
-    tracer = traced_by(factor)
+    tracer = FakeTracer(factor)
     found = ask(
         request(checkpoint=NO_CHECKPOINT, memory_bytes=100 * MIB), FakeEstimator(band=0.02), tracer=tracer
     )
@@ -212,13 +220,13 @@ def test_trace_outside_the_band_is_believed_and_said() -> None:
     found = ask(
         request(checkpoint=NO_CHECKPOINT, memory_bytes=100 * MIB),
         FakeEstimator(band=0.02),
-        tracer=traced_by(1.12),
+        tracer=FakeTracer(1.12),
     )
     assert any("the trace is believed" in warning for warning in found.warnings)
 
 
 def test_trace_inside_the_band_says_nothing() -> None:
-    found = ask(request(memory_bytes=100 * MIB), FakeEstimator(band=0.02), tracer=traced_by(1.0))
+    found = ask(request(memory_bytes=100 * MIB), FakeEstimator(band=0.02), tracer=FakeTracer(1.0))
     assert found.warnings == ()
 
 
@@ -282,3 +290,30 @@ def test_largest_batch_is_zero_when_nothing_fits(monkeypatch: pytest.MonkeyPatch
 def test_policy_that_recomputes_nothing_is_accepted() -> None:
     found = ask(request(checkpoint=CheckpointPolicy.parse("blocks=0"), memory_bytes=100 * MIB))
     assert found.choice is not None
+
+
+def test_engine_auto_says_why_it_did_without_a_trace() -> None:
+    mac = Device("mac", "metal", working_set_bytes=16 * GIB)
+    found = answer(
+        request(engine="auto", memory_bytes=GIB),
+        mac,
+        estimator=FakeEstimator(),
+        calibration=FakeCoefficients(),
+    )
+    assert any("not confirmed by a trace" in warning for warning in found.warnings)
+    assert found.choice is not None
+    assert found.choice.engine == "estimate"
+
+
+def test_engine_trace_fails_where_it_cannot_be_had() -> None:
+    mac = Device("mac", "metal", working_set_bytes=16 * GIB)
+    with pytest.raises(TraceError, match="--engine estimate does without"):
+        answer(request(engine="trace"), mac, estimator=FakeEstimator(), calibration=FakeCoefficients())
+
+
+def test_trace_of_a_preset_step_needs_no_memory_and_sums_up() -> None:
+    step = StepConfig(batch=2, seq_len=64, checkpoint=EVERY_BLOCK)
+    traced = trace_step(SHAPE, step)
+    assert sum(traced.breakdown.values()) == traced.peak_bytes
+    assert traced.low_bytes <= traced.peak_bytes < traced.high_bytes
+    assert traced.peak_bytes > 4 * 4 * SHAPE.params * 0.9
