@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from oomguard.coefficients import Coefficients
     from oomguard.estimate import Estimate
 
+SLIVER = 0.005  # of the peak
+
 
 def estimate_text(
     model: ModelConfig, step: StepConfig, estimate: Estimate, calibration: Coefficients, colour: bool = False
@@ -55,9 +57,11 @@ def _phase_lines(estimate: Estimate) -> Iterator[str]:
 
 
 def breakdown_lines(breakdown: Mapping[str, int]) -> list[str]:
-    """One line a category that holds anything, the largest first, with its share of the peak."""
+    """One line a category, the largest first, with its share of the peak; slivers are summed up last."""
     total = sum(breakdown.values()) or 1
-    held = sorted(((size, name) for name, size in breakdown.items() if size), reverse=True)
+    held = sorted(((size, name) for name, size in breakdown.items() if size >= SLIVER * total), reverse=True)
+    rest = total - sum(size for size, _ in held)
+    held += [(rest, "the_rest")] if rest and held else []
     rows = [
         (say_category(name), format_bytes(size), f"{size / total:.0%}", bar(size / total, 30))
         for size, name in held
