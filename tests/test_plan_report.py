@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from plan_fakes import HERE, FakeCoefficients, FakeEstimator, request
 
+from oomguard.budget import Headroom
 from oomguard.config import CheckpointPolicy, StepConfig
 from oomguard.planner import Plan, answer
 from oomguard.report.estimate_text import breakdown_lines
@@ -58,6 +59,8 @@ def test_command_to_run_names_what_differs_from_the_defaults() -> None:
     assert plain.startswith("oomguard train --preset huge --corpus FILE --batch ")
     assert plain.endswith(" --memory 2GB")
     assert "--optimizer" not in plain
+    assert "--headroom 2.5%" in train_command(found(headroom=Headroom(share=0.025)))
+    assert "--headroom 64MiB" in train_command(found(headroom=Headroom(size_bytes=64 * MIB)))
     asked = request(target_batch=24, memory_bytes=100 * MIB)
     step = asked.step.but(optimizer="lion", dtype="bfloat16", clip_norm=True, compiled=False, seq_len=64)
     changed = answer(

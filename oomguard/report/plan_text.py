@@ -215,4 +215,7 @@ def train_command(plan: Plan, model_option: str = "") -> str:
     words += [] if step.compiled else ["--no-compile"]
     if request.memory_bytes is not None:
         words.append(f"--memory {exact_bytes(request.memory_bytes)}")
+    if request.headroom is not None:
+        share, size = request.headroom.share, request.headroom.size_bytes
+        words.append(f"--headroom {f'{100 * share:g}%' if share else exact_bytes(size)}")
     return " ".join(words)
