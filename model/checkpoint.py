@@ -175,13 +175,13 @@ class _Region:
             random_key = mx.stop_gradient(random_key)
             with _lent_parameters(self.layers, parameters), _lent_random_state(random_key):
                 output = self.run(tree_map(_constant_if_whole, calls))
-                left = _random_state()[0]
+                left = random_state()[0]
                 return (output, left) if left is not random_key else (output,)
 
         parameters = [layer.trainable_parameters() for layer in self.layers]
-        output, *random_key = transform(segment)(parameters, _random_state()[0], calls)
+        output, *random_key = transform(segment)(parameters, random_state()[0], calls)
         if random_key:
-            _random_state()[0] = mx.stop_gradient(random_key[0])
+            random_state()[0] = mx.stop_gradient(random_key[0])
         return output
 
 
@@ -354,7 +354,7 @@ def _lent_parameters(layers: list[nn.Module], parameters: list[Any]) -> Iterator
 @contextmanager
 def _lent_random_state(random_key: mx.array) -> Iterator[None]:
     """``mx.random`` draws from ``random_key`` inside, and goes on where it was after."""
-    state = _random_state()
+    state = random_state()
     own = state[0]
     state[0] = random_key
     try:
@@ -363,7 +363,7 @@ def _lent_random_state(random_key: mx.array) -> Iterator[None]:
         state[0] = own
 
 
-def _random_state() -> list[mx.array]:
+def random_state() -> list[mx.array]:
     """The list of one key that ``mx.random`` draws from.
 
     MLX once exposed the list itself as ``mx.random.state``; now that is a view that cannot be assigned to,

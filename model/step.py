@@ -16,6 +16,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_map
 
 from oomguard.config import ModelConfig, StepConfig, check_seq_len
+from oomguard.inventory import Backend, Inventory
 from oomguard.model.checkpoint import CheckpointHandle, checkpoint_layers
 from oomguard.model.gpt import GPT
 
@@ -26,6 +27,8 @@ Schedule = Callable[[mx.array], mx.array]
 StepFunction = Callable[[list[MicroBatch], Gradients, bool], tuple[mx.array, Gradients]]
 
 SGD_MOMENTUM = 0.9
+# Adam's rate over Muon's: a Muon step is of unit size in every direction of a matrix.
+MUON_ADAMW_SHARE = 0.05
 # Added to what is divided by. What MLX adds by default is zero in half precision, and a parameter that had no
 # gradient yet (an unseen byte) would become 0 / 0.
 HALF_EPS = 1e-5
@@ -75,6 +78,12 @@ class BuiltStep:
     def function(self) -> StepFunction:
         """The function that ``run`` calls."""
         return self.compiled or self.plain
+
+    @property
+    def learning_rate(self) -> mx.array:
+        """The rate of the last update (Muon's, where it is one of two)."""
+        rate: mx.array = self.optimizer.learning_rate
+        return rate
 
     def graphs(self, batch: list[MicroBatch] | None = None) -> list[tuple[list[MicroBatch], bool]]:
         """The calls one update makes, as (micro-batches, update): one, or one a micro-batch."""
@@ -178,7 +187,12 @@ def make_optimizer(step: StepConfig, recipe: Recipe) -> optim.Optimizer:
         square_eps = HALF_SQUARE_EPS if half else 1e-30
         return optim.Adafactor(rate, eps=(square_eps, 1e-3), relative_step=False, weight_decay=decay)
     matrices = optim.Muon(rate, weight_decay=decay)
-    return optim.MultiOptimizer([matrices, optim.AdamW(rate, weight_decay=decay, eps=eps)], [is_muon_matrix])
+    rest = optim.AdamW(_scaled(rate, MUON_ADAMW_SHARE), weight_decay=decay, eps=eps)
+    return optim.MultiOptimizer([matrices, rest], [is_muon_matrix])
+
+
+def _scaled(rate: float | Schedule, share: float) -> float | Schedule:
+    return share * rate if isinstance(rate, float | int) else lambda done: share * rate(done)
 
 
 def is_muon_matrix(path: str, parameter: mx.array) -> bool:
@@ -232,13 +246,13 @@ def _random_batch(model: ModelConfig, step: StepConfig, seed: int) -> list[Micro
     return list(zip(draws[0::2], draws[1::2], strict=True))
 
 
-def _block_to_boundary(model: ModelConfig, step: StepConfig) -> float:
-    """Elements a block of the GPT saves over those of the tensor between two blocks; for ``stride=auto``.
+def mlx_backend() -> Backend:
+    """What MLX computes on in this process."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
 
-    Counts, in units of tokens x d_model: both norms' inputs and outputs, queries, keys, values, the mixed
-    heads, two residual sums (10), the MLP's wide tensors before, inside and after GELU (3 d_mlp / d_model),
-    and two tensors of scores (2 heads x seq_len / d_model).
-    """
-    wide = 3 * model.d_mlp / model.d_model
-    scores = 2 * model.n_heads * step.seq_len / model.d_model
-    return 10 + wide + scores
+
+def _block_to_boundary(model: ModelConfig, step: StepConfig) -> float:
+    """What decides ``stride=auto``; the inventory counts it, so that what is built is what was planned."""
+    return Inventory(model, step, mlx_backend()).block_to_boundary

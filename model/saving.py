@@ -1,0 +1,224 @@
+"""A training run on disk: one safetensors file with parameters, optimizer state, random state and settings.
+
+The settings are text in the file's own metadata, so they can be read without MLX and travel with the weights.
+A file is written beside its place and moved there when it is whole and on disk: whoever reads the name sees
+the old file or the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, ValidationError
+
+from oomguard.config import Frozen, first_problem
+from oomguard.errors import InputError
+from oomguard.model.run_settings import RunSettings
+from oomguard.units import format_bytes
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from oomguard.model.step import BuiltStep
+
+SCHEMA = "oomguard.train/1"
+METADATA_KEY = "oomguard"
+MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random"
+LENGTH_BYTES = 8
+LARGEST_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
+
+
+class Progress(Frozen):
+    """What the metadata holds: how far the run is, and with which settings."""
+
+    schema_: str = Field(SCHEMA, alias="schema")
+    step: int = Field(ge=0)
+    corpus_bytes: int = Field(ge=0)
+    settings: RunSettings
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run file whose frame was checked; its tensors are not read yet."""
+
+    path: Path
+    progress: Progress
+
+    @property
+    def settings(self) -> RunSettings:
+        return self.progress.settings
+
+    @property
+    def step(self) -> int:
+        return self.progress.step
+
+
+def open_run(path: str | Path) -> SavedRun:
+    """Reads how far a saved run is and its settings; no MLX, no tensor.
+
+    Raises:
+        InputError: the file cannot be read, is cut short, is no safetensors file, or not one of these.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            header = _read_header(path, file.read(LENGTH_BYTES), file.read, size)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+    metadata = header.get("__metadata__")
+    text = metadata.get(METADATA_KEY) if isinstance(metadata, dict) else None
+    if not isinstance(text, str):
+        raise InputError(f"{path} is a safetensors file, but not a run that oomguard train saved")
+    try:
+        value = json.loads(text)
+        if not isinstance(value, dict) or value.get("schema") != SCHEMA:
+            raise InputError(f"{path} was saved by another version of oomguard; this one reads {SCHEMA}")
+        return SavedRun(path, Progress.model_validate(value))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}: its settings are damaged ({error.msg})") from error
+    except ValidationError as error:
+        raise InputError(f"{path}: its settings are damaged: {first_problem(error)}") from error
+
+
+def _read_header(path: Path, prefix: bytes, read: Any, size: int) -> dict[str, Any]:
+    """The JSON header of a safetensors file whose length agrees with what the header says."""
+    foreign = f"{path} is not a safetensors file"
+    if len(prefix) < LENGTH_BYTES:
+        raise InputError(f"{path} is cut short: {size} bytes" if prefix else f"{path} is empty")
+    (length,) = struct.unpack("<Q", prefix)
+    if length > LARGEST_HEADER_BYTES:
+        raise InputError(foreign)
+    text = read(length)
+    if not text.startswith(b"{"):
+        raise InputError(foreign)
+    if len(text) < length:
+        raise InputError(f"{path} is cut short: its header alone is longer than its {size} bytes")
+    try:
+        header = json.loads(text)
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        whole = LENGTH_BYTES + length + max(ends, default=0)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise InputError(foreign) from error
+    if size < whole:
+        raise InputError(f"{path} is cut short: {format_bytes(size)} of {format_bytes(whole)} are there")
+    return dict(header)
+
+
+def save_run(path: str | Path, built: BuiltStep, settings: RunSettings, step: int, corpus_bytes: int) -> None:
+    """Writes a run, whole or not at all, durably.
+
+    Raises:
+        InputError: the file cannot be written; what was there before is still there.
+    """
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    from oomguard.model.checkpoint import random_state
+
+    path = Path(path)
+    parameters, optimizer_state, _ = built.state
+    arrays = {RANDOM: random_state()[0]}
+    for prefix, tree in ((MODEL, parameters.parameters()), (OPTIMIZER, optimizer_state)):
+        arrays |= {prefix + name: x for name, x in dict(tree_flatten(tree)).items()}
+    progress = Progress(schema=SCHEMA, step=step, corpus_bytes=corpus_bytes, settings=settings)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part.safetensors")
+    try:
+        mx.save_safetensors(str(part), arrays, {METADATA_KEY: progress.model_dump_json(by_alias=True)})
+        _sync(part)
+        part.replace(path)
+        _sync(path.parent)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(f"cannot save {path}: {getattr(error, 'strerror', None) or error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_can_save(path: str | Path) -> None:
+    """Raises InputError before a run, rather than after it, when ``path`` cannot be written."""
+    path = Path(path)
+    if path.is_dir():
+        raise InputError(f"cannot save to {path}: it is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise InputError(f"cannot save to {path}: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"cannot save to {path}: no permission to write in {path.parent}")
+
+
+def restore(built: BuiltStep, run: SavedRun) -> bool:
+    """Gives a step the saved parameters, random state and, if it has the same optimizer, optimizer state.
+
+    Tensors are cast to the step's dtype.
+
+    Args:
+        built: a step of the saved model, best built with ``evaluated=False``.
+        run: the saved run.
+
+    Returns:
+        Whether the optimizer's state was restored; it starts anew after a change of optimizer.
+
+    Raises:
+        InputError: a tensor is missing, has another shape, or cannot be read.
+    """
+    import mlx.core as mx
+
+    from oomguard.model.checkpoint import random_state
+
+    try:
+        arrays = mx.load(str(run.path), format="safetensors")
+        assert isinstance(arrays, dict)
+        dtype = getattr(mx, built.step.dtype)
+        _assign(run.path, built.state[0].parameters(), arrays, MODEL, dtype, built.model.update)
+        same_optimizer = run.settings.step.optimizer == built.step.optimizer
+        if same_optimizer:
+            _assign(run.path, built.state[1], arrays, OPTIMIZER, dtype, None)
+        random_state()[0] = _named(run.path, arrays, RANDOM)
+        arrays.clear()
+        mx.eval(built.state)
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"cannot read {run.path}: {error}") from error
+    return same_optimizer
+
+
+def _assign(path: Path, tree: Any, arrays: dict[str, mx.array], prefix: str, dtype: Any, update: Any) -> None:
+    """Replaces the leaves of ``tree`` in place by the arrays of their names; ``update`` is told the tree."""
+
+    def walk(node: Any, name: str) -> Any:
+        if isinstance(node, dict | list):
+            items = node.items() if isinstance(node, dict) else enumerate(node)
+            for key, child in list(items):
+                node[key] = walk(child, f"{name}.{key}" if name else str(key))
+            return node
+        saved = _named(path, arrays, prefix + name)
+        if saved.shape != node.shape:
+            raise InputError(
+                f"{path}: {prefix}{name} has shape {saved.shape}, and the model's has {node.shape}"
+            )
+        return saved.astype(dtype) if node.ndim and node.dtype == dtype else saved
+
+    walk(tree, "")
+    if update is not None:
+        update(tree)
+
+
+def _named(path: Path, arrays: dict[str, mx.array], name: str) -> mx.array:
+    if name not in arrays:
+        raise InputError(f"{path} holds no {name}; it was not saved by oomguard train")
+    return arrays[name]
