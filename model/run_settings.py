@@ -8,6 +8,7 @@ from pydantic import Field
 
 from oomguard.config import Frozen, ModelConfig, Positive, StepConfig
 from oomguard.errors import InputError
+from oomguard.units import format_bytes
 
 BYTE_VALUES = 256
 
@@ -60,8 +61,14 @@ def changes(before: RunSettings, after: RunSettings) -> list[str]:
     shown = []
     for name, old, new in [*_pairs(before.step, after.step), *_pairs(before, after)]:
         if old != new and name not in ("model", "step"):
-            shown.append(f"{WORDS.get(name, name.replace('_', '-'))} {old} -> {new}")
+            shown.append(f"{WORDS.get(name, name.replace('_', '-'))} {_say(name, old)} -> {_say(name, new)}")
     return shown
+
+
+def _say(name: str, value: object) -> str:
+    if name == "memory_bytes":
+        return format_bytes(value) if isinstance(value, int) else "not limited"
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
 WORDS = {

@@ -96,7 +96,7 @@ def _read_header(path: Path, prefix: bytes, read: Any, size: int) -> dict[str, A
     if length > LARGEST_HEADER_BYTES:
         raise InputError(foreign)
     text = read(length)
-    if not text.startswith(b"{"):
+    if text and not text.startswith(b"{"):
         raise InputError(foreign)
     if len(text) < length:
         raise InputError(f"{path} is cut short: its header alone is longer than its {size} bytes")

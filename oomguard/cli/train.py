@@ -227,7 +227,7 @@ class Request:
         steps = self.value("steps", saved and saved.steps) or DEFAULT_STEPS
         same_optimizer = saved is not None and saved.step.optimizer == step.optimizer
         rate = self.value("lr", saved.learning_rate if saved and same_optimizer else None)
-        warmup = self.value("warmup", saved and saved.warmup)
+        warmup = self.value("warmup", saved.warmup if saved and saved.warmup < steps else None)
         val_every = self.value("val_every", saved and saved.val_every)
         if self.saved is not None and self.saved.step >= steps:
             raise InputError(
