@@ -33,7 +33,7 @@ class RunSettings(Frozen):
     seed: NotNegative = 0
     val_every: NotNegative = 0
     val_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    val_batches: Positive = 8
+    val_batches: Positive = 4
     memory_bytes: Positive | None = None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import pydoc_data.topics
 import re
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from oomguard.measure.blas import find_openblas
 from oomguard.model.saving import open_run
 from oomguard.rows import read_rows
 
@@ -89,6 +91,47 @@ def test_train_ends_with_the_line_and_adds_its_row(oomguard: Oomguard, shape: Pa
     _, rows = read_rows(home / "rows.jsonl")
     assert rows[-1].model is not None
     assert (rows[-1].model.d_model, rows[-1].steps, rows[-1].status) == (64, 5, "ok")
+
+
+def test_train_on_linux_runs_on_the_fast_blas_where_it_is_installed(
+    oomguard: Oomguard, shape: Path, home: Path
+) -> None:
+    openblas = find_openblas()
+    if openblas is None:
+        pytest.skip("no OpenBLAS here")
+    oomguard.variables.pop("LD_PRELOAD", None)
+    assert oomguard.train(*mini(shape, "--steps", 3))[0] == 0
+    row = read_rows(home / "rows.jsonl")[1][-1]
+    assert row.backend != "cpu" or row.blas.startswith("openblas")
+
+
+def test_train_shows_a_bar_on_a_terminal(oomguard: Oomguard, shape: Path) -> None:
+    seen = on_a_terminal(oomguard, "train", *mini(shape, "--steps", 4, "--no-learn"))
+    assert "4/4" in seen
+    assert "val" in seen
+    assert "\x1b[" in seen
+    assert FINAL.search(seen.replace("\r\n", ""))
+
+
+def on_a_terminal(oomguard: Oomguard, *arguments: object) -> str:
+    """What a command shows on a terminal of 80 columns."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "oomguard", *map(str, arguments)]
+    variables = {**oomguard.variables, "TERM": "xterm"}
+    process = subprocess.Popen(command, cwd=oomguard.cwd, env=variables, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    seen = bytearray()
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # Linux: the other end is closed
+            part = b""
+        if not part:
+            break
+        seen += part
+    os.close(ours)
+    assert process.wait(60) == 0
+    return seen.decode()
 
 
 def test_train_no_learn_leaves_the_calibration_alone(oomguard: Oomguard, shape: Path, home: Path) -> None:

@@ -83,7 +83,9 @@ input, 130 stopped.
 )
 @click.option("--weight-decay", type=click.FloatRange(min=0), default=0.01, show_default=True)
 @click.option(
-    "--val-every", type=click.IntRange(min=0), help="Validate every so many steps; 0: only at the end."
+    "--val-every",
+    type=click.IntRange(min=0),
+    help="Validate every so many steps; 0: only at the end.  [default: a tenth of the run, 10 at least]",
 )
 @click.option(
     "--val-fraction",
@@ -93,7 +95,7 @@ input, 130 stopped.
     help="Share of the text held out; 0: no validation.",
 )
 @click.option(
-    "--val-batches", type=COUNT, default="8", show_default=True, help="Batches a validation, at most."
+    "--val-batches", type=COUNT, default="4", show_default=True, help="Batches a validation, at most."
 )
 @budget_options
 @click.option("--out", type=click.Path(path_type=Path), help="Save the run here (safetensors).")
@@ -136,7 +138,8 @@ def use_fast_blas() -> None:
     is_program = Path(sys.argv[0]).name in ("oomguard", "__main__.py") and sys.argv[1:2] == ["train"]
     if openblas is None or not is_program or os.environ.get("LD_PRELOAD"):
         return
-    os.execve(sys.executable, sys.orig_argv, child_environment(os.environ, openblas))
+    again = [sys.executable, *sys.orig_argv[1:]]
+    os.execve(sys.executable, again, child_environment(os.environ, openblas))
 
 
 class Request:
@@ -243,7 +246,7 @@ class Request:
             max_norm=self.value("clip_norm", saved and saved.max_norm),
             weight_decay=self.value("weight_decay", saved and saved.weight_decay),
             seed=self.value("seed", saved and saved.seed),
-            val_every=max(1, steps // 5) if val_every is None else val_every,
+            val_every=max(10, steps // 10) if val_every is None else val_every,
             val_fraction=self.value("val_fraction", saved and saved.val_fraction),
             val_batches=self.value("val_batches", saved and saved.val_batches),
             memory_bytes=plan.request.memory_bytes,
