@@ -16,18 +16,18 @@ from oomguard.model.checkpoint import checkpoint_layers
 from oomguard.model.gpt import GPT
 from oomguard.units import format_bytes
 
-MEMORY = "300MB"
+MEMORY = "100MB"
 POLICY = "every"
-SHAPE = {"name": "mine", "n_layers": 4, "d_model": 128, "n_heads": 4, "d_mlp": 512, "context": 128}
+MODEL = "tiny"  # a preset; or the path of a JSON config, or a dictionary with the same fields
 STEPS = 5
 
 
 def main() -> None:
     # 1. Before anything is built: the largest batch that fits, and the plan with its prediction.
-    batch = oomguard.largest_batch(SHAPE, memory=MEMORY, grad_checkpoint=POLICY)
+    batch = oomguard.largest_batch(MODEL, memory=MEMORY, grad_checkpoint=POLICY)
     if batch == 0:
         raise SystemExit(f"not even one sequence fits {MEMORY}")
-    plan = oomguard.plan(SHAPE, memory=MEMORY, grad_checkpoint=POLICY, batch=batch)
+    plan = oomguard.plan(MODEL, memory=MEMORY, grad_checkpoint=POLICY, batch=batch)
     assert plan.choice is not None
     peak = format_bytes(plan.choice.peak_bytes)
     print(f"batch {batch}, checkpoint policy {POLICY}: the predicted peak is {peak}")
@@ -36,7 +36,9 @@ def main() -> None:
     model = GPT(plan.request.model)
     checkpoint_layers(model.blocks, POLICY)
     optimizer = optim.AdamW(learning_rate=3e-4)
+    optimizer.init(model.trainable_parameters())
     state = [model.state, optimizer.state]
+    mx.eval(state)
 
     def loss(inputs: mx.array, targets: mx.array) -> mx.array:
         losses: mx.array = nn.losses.cross_entropy(model(inputs), targets)

@@ -62,11 +62,12 @@ class Guard:
     Args:
         budget_bytes: what the run may use.
         predicted_bytes: the predicted peak, to be shown beside the real one.
-        high_bytes: the high end of the prediction; a peak above it is said.
+        high_bytes: the high end of the prediction; a peak above it is said. Where it is known it is the
+            alarm: a plan that uses 97% of the budget as predicted is no reason to warn.
         cache_limit_bytes: the cache the allocator may keep; None leaves the limit as it is.
         memory_limit_bytes: above it MLX waits for running kernels before it starts more, which lowers the
             peak and costs time; None for the budget.
-        warn_at: share of the budget at which the guard warns.
+        warn_at: share of the budget at which the guard warns where there is no prediction.
         on_notice: called with each Notice; None raises a ``GuardWarning`` through ``warnings.warn``.
 
     Raises:
@@ -174,7 +175,7 @@ class Guard:
         if reading.peak_bytes > self.budget_bytes:
             over = format_bytes(reading.peak_bytes - self.budget_bytes)
             self._say("passed", f"{after}: {over} over the budget of {budget}", reading)
-        elif reading.peak_bytes >= self.warn_at * self.budget_bytes:
+        elif self.high_bytes is None and reading.peak_bytes >= self.warn_at * self.budget_bytes:
             share = reading.peak_bytes / self.budget_bytes
             self._say("near", f"{after}: {share:.0%} of the budget of {budget}", reading)
         if self.high_bytes is not None and reading.peak_bytes > self.high_bytes:

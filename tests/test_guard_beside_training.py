@@ -96,6 +96,19 @@ def test_guard_warns_once_before_the_budget_is_passed() -> None:
     assert "of the budget" in heard[0].text
 
 
+def test_guard_is_silent_near_the_budget_when_that_was_predicted() -> None:
+    heard: list[Notice] = []
+    start = mx.get_active_memory()
+    limit = start + 20 * MIB
+    with Guard(limit, high_bytes=limit, on_notice=heard.append) as guard:
+        kept = hold(20 * MIB - 64 * 1024)
+        guard.check()
+    assert kept.size
+    assert guard.last is not None
+    assert guard.last.peak_bytes > 0.95 * limit
+    assert heard == []
+
+
 def test_guard_says_that_the_budget_was_passed() -> None:
     start = mx.get_active_memory()
     with Guard(start + 4 * MIB) as guard:

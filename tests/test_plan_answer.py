@@ -317,3 +317,15 @@ def test_trace_of_a_preset_step_needs_no_memory_and_sums_up() -> None:
     assert sum(traced.breakdown.values()) == traced.peak_bytes
     assert traced.low_bytes <= traced.peak_bytes < traced.high_bytes
     assert traced.peak_bytes > 4 * 4 * SHAPE.params * 0.9
+
+
+def test_public_names_resolve_to_functions_not_modules() -> None:
+    import oomguard
+    import oomguard.cli.plan
+    import oomguard.planner
+
+    assert oomguard.plan is plan
+    assert oomguard.largest_batch is largest_batch
+    assert {"plan", "largest_batch", "Guard", "Plan"} <= set(dir(oomguard))
+    with pytest.raises(AttributeError, match="no attribute 'plans'"):
+        _ = oomguard.plans
