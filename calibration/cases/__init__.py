@@ -1,7 +1,7 @@
 """Named small training steps of many kinds of networks, to check what a trace says of each.
 
-``build_case(name)`` gives an object with ``model``, ``optimizer``, ``state``, ``plain``, ``compiled``, ``batch``
-and ``run()``, as ``oomguard.model.step.build_step`` does. Listing names imports no MLX.
+``build_case(name)`` gives an object with ``model``, ``optimizer``, ``state``, ``plain``, ``compiled``,
+``batch`` and ``run()``, as ``oomguard.model.step.build_step`` does. Listing names imports no MLX.
 """
 
 from __future__ import annotations

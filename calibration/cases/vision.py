@@ -171,9 +171,9 @@ class UNet(nn.Module):
         wide = nn.silu(self.norm_in(self.enter(x)))
         deep = nn.silu(self.down(wide) + self.time(noise_level[:, None])[:, None, None])
         deep = deep + self.middle(nn.silu(self.norm_mid(deep)))
-        rebuilt: mx.array = joined = mx.concatenate([wide, self.upsample(deep)], axis=-1)
+        joined = mx.concatenate([wide, self.upsample(deep)], axis=-1)
+        rebuilt: mx.array = self.leave(nn.silu(self.up(joined)))
         return rebuilt
-        return self.leave(nn.silu(self.up(joined)))
 
 
 def diffusion(dtype: mx.Dtype, batch: int = 6, size: int = 32, width: int = 32) -> Network:
