@@ -246,7 +246,8 @@ def _show(rows: Sequence[Row], as_json: bool) -> int:
         from oomguard.measure.table import rows_table
 
         width = None if sys.stdout.isatty() else 160
-        Console(width=width, highlight=False).print(rows_table(rows))
+        console = Console(width=width, highlight=False)
+        console.print(rows_table(rows, console.width))
     return 1 if any(row.status == "failed" for row in rows) else 0
 
 

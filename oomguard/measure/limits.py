@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from oomguard.config import ITEM_BYTES, ModelConfig, StepConfig
+from oomguard.config import ModelConfig, StepConfig
+from oomguard.errors import OomguardError
+from oomguard.estimate import estimate
+from oomguard.machine import Backend, container_bytes, memory
+from oomguard.units import MIB
 
 KEEP_FREE_FRACTION = 0.05
-KEEP_FREE_BYTES = 256 << 20
-CRITICAL_BYTES = 128 << 20
-MOMENTS = {"sgd": 1, "adam": 2, "adamw": 2, "lion": 1, "adafactor": 0, "muon": 1}
+KEEP_FREE_BYTES = 256 * MIB
+CRITICAL_FRACTION = 0.02
+CRITICAL_BYTES = 256 * MIB
 
 
 def available_bytes() -> int:
     """Memory that can be had without swapping: what the system has, or what the container leaves."""
-    import psutil
-
-    system = int(psutil.virtual_memory().available)
-    container = _container_left()
+    container = container_bytes()
+    system = memory().free_bytes
     return system if container is None else min(system, container)
 
 
-def _container_left(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What a cgroup v2 limit still leaves; None without a limit."""
-    try:
-        limit = (root / "memory.max").read_text().strip()
-        used = int((root / "memory.current").read_text())
-    except (OSError, ValueError):
-        return None
-    return None if limit == "max" else max(0, int(limit) - used)
+def is_critical(left_bytes: int) -> bool:
+    """Whether the machine has so little left that a child must end for it."""
+    return left_bytes < max(CRITICAL_BYTES, int(memory().total_bytes * CRITICAL_FRACTION))
 
 
 def default_limit_bytes() -> int:
@@ -37,6 +32,9 @@ def default_limit_bytes() -> int:
     return max(0, available - max(KEEP_FREE_BYTES, int(available * KEEP_FREE_FRACTION)))
 
 
-def least_bytes(model: ModelConfig, step: StepConfig) -> int:
-    """What the step holds at the least: weights, gradients, optimizer state. Activations are not counted."""
-    return model.params * ITEM_BYTES[step.dtype] * (2 + MOMENTS[step.optimizer])
+def least_bytes(model: ModelConfig, step: StepConfig, backend: Backend) -> int:
+    """The low end of the step's estimate; where nothing is there to estimate with, weights and gradients."""
+    try:
+        return estimate(model, step, backend=backend).low_bytes
+    except (OomguardError, OSError):
+        return 2 * model.params * step.item_bytes

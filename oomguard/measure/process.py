@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from oomguard.measure import limits
 from oomguard.measure.blas import child_environment, find_openblas
+from oomguard.measure.provenance import likely_backend
 from oomguard.measure.task import Settings, Task
 from oomguard.units import format_bytes, format_seconds
 
@@ -29,6 +30,10 @@ SIGNALS = {
     signal.SIGILL: "illegal instruction",
     signal.SIGFPE: "arithmetic fault",
     signal.SIGTERM: "terminated",
+}
+LIKELY = {
+    int(signal.SIGKILL): ", most likely by the system for lack of memory",
+    int(signal.SIGSEGV): ", as MLX's CPU backend ends when an allocation fails",
 }
 
 
@@ -64,12 +69,12 @@ def run_child(task: Task, settings: Settings, on_progress: Callable[[str], None]
 def _refusal(task: Task, settings: Settings, limit: int) -> str:
     if settings.force or task.model is None or task.step is None:
         return ""
-    least = limits.least_bytes(task.model, task.step)
+    least = limits.least_bytes(task.model, task.step, likely_backend())
     if least <= limit:
         return ""
     return (
-        f"not run: weights, gradients and optimizer state alone take {format_bytes(least)}, "
-        f"and the limit is {format_bytes(limit)} (--force runs it all the same)"
+        f"not run: the estimate is {format_bytes(least)} or more, the limit is {format_bytes(limit)} "
+        "(--force runs it all the same)"
     )
 
 
@@ -186,7 +191,7 @@ class _Watch:
             self._outcome.reason = f"took longer than {allowed} (while {_during(self._outcome.doing)})"
         elif resident > self._limit:
             self._outcome.reason = self._too_large(resident)
-        elif (left := limits.available_bytes()) < limits.CRITICAL_BYTES:
+        elif limits.is_critical(left := limits.available_bytes()):
             self._outcome.reason = (
                 f"ended: the machine had only {format_bytes(left)} left, the step held "
                 f"{format_bytes(resident)} (while {_during(self._outcome.doing)})"
@@ -218,7 +223,7 @@ class _Watch:
 
     def _held(self) -> str:
         held = self._outcome.resident_bytes
-        return f" holding {format_bytes(held)}" if held else ""
+        return f"; it held {format_bytes(held)}" if held else ""
 
     def _last_words(self) -> str:
         """The last line the child wrote to stderr."""
@@ -237,8 +242,7 @@ def describe_exit(code: int) -> str:
     if code >= 0:
         return f"exit status {code}"
     name = SIGNALS.get(signal.Signals(-code), signal.Signals(-code).name) if _known(-code) else "ended"
-    likely = ", most likely by the system for lack of memory" if -code == signal.SIGKILL else ""
-    return f"{name} (signal {-code}){likely}"
+    return f"{name} (signal {-code}){LIKELY.get(-code, '')}"
 
 
 def _known(number: int) -> bool:

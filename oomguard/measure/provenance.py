@@ -5,34 +5,18 @@ from __future__ import annotations
 import datetime
 import functools
 import importlib.metadata
-import os
 import platform
 import subprocess
 from pathlib import Path
-from typing import Literal
 
-Backend = Literal["cpu", "metal", "cuda"]
+from oomguard.device import local_device
+from oomguard.machine import Backend, installed_mlx
 
 
 @functools.cache
 def machine() -> str:
-    """The processor, its cores and the memory: ``Apple M5 Pro, 18 cores, 48 GiB``."""
-    import psutil
-
-    gib = psutil.virtual_memory().total / (1 << 30)
-    return f"{_processor()}, {os.cpu_count() or 1} cores, {gib:.0f} GiB"
-
-
-def _processor() -> str:
-    if platform.system() == "Darwin":
-        return _first_line(["sysctl", "-n", "machdep.cpu.brand_string"]) or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("model name", "Model")):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    """The processor, its cores and the memory, as a plan names this machine."""
+    return local_device().machine or platform.machine()
 
 
 @functools.cache
@@ -78,7 +62,8 @@ def mlx_version() -> str:
 
 def likely_backend() -> Backend:
     """What MLX will run on, for a child that died before it could say."""
-    return "metal" if platform.system() == "Darwin" and platform.machine() == "arm64" else "cpu"
+    installed = installed_mlx()
+    return installed.backend if installed else "cpu"
 
 
 def now() -> str:

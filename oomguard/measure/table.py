@@ -13,17 +13,21 @@ from oomguard.rows import Row
 from oomguard.units import format_bytes, format_seconds
 
 COLUMNS = ("what", "peak", "spread", "sequenced", "step 1", "active", "cache", "a step")
+ONLY_WIDE = ("spread", "step 1", "cache")
+WIDE = 100
 
 
-def rows_table(rows: Iterable[Row]) -> Group:
-    """One line a row, then the reasons of the failed ones."""
+def rows_table(rows: Iterable[Row], width: int = 120) -> Group:
+    """One line a row, then the reasons of the failed ones; fewer columns on less than ``WIDE`` characters."""
+    shown = [name for name in COLUMNS if width >= WIDE or name not in ONLY_WIDE]
     table = Table(box=None, pad_edge=False)
-    for name in COLUMNS:
+    for name in shown:
         right = name != "what"
         table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=right)
     reasons = []
     for row in rows:
-        table.add_row(Text(row_label(row)), *_cells(row))
+        cells = dict(zip(COLUMNS, [row_label(row), *_cells(row)], strict=True))
+        table.add_row(*(Text(cells[name]) for name in shown))
         if row.status == "failed":
             reasons.append(Text.assemble(("failed", "red"), f" {row_label(row)}: {row.reason}"))
     return Group(table, *reasons)

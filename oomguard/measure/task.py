@@ -71,7 +71,7 @@ class Settings:
         sequenced: also measure with the memory limit at 0.
         timeout_seconds: a child that takes longer is ended.
         max_memory_bytes: a child that holds more is ended; None: what the machine has free when it starts.
-        force: run a step even if its weights, gradients and optimizer state alone pass that limit.
+        force: run a step even if its estimate passes that limit.
     """
 
     steps: int = 3

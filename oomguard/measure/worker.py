@@ -13,6 +13,7 @@ import gc
 import importlib.util
 import json
 import os
+import resource
 import signal
 import statistics
 import sys
@@ -24,8 +25,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from oomguard.errors import InputError, MeasureError, OomguardError
+from oomguard.machine import Backend
 from oomguard.measure.blas import loaded_blas
-from oomguard.measure.provenance import Backend, machine, mlx_version
+from oomguard.measure.provenance import mlx_version
 from oomguard.measure.task import Task
 
 Run = Callable[[], object]
@@ -75,6 +77,7 @@ class Messages:
 def main() -> None:
     """Measures the task read from stdin."""
     _die_with_the_parent()
+    _leave_no_core()
     messages = Messages(os.fdopen(int(sys.argv[1]), "w"))
     line = sys.stdin.readline()
     if not line.endswith("\n"):
@@ -101,6 +104,11 @@ def _die_with_the_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def _leave_no_core() -> None:
+    """A crash of a child is expected, and a core file of many GiB is not."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
 def _end_with_stdin() -> None:
     """Everywhere: the parent holds the other end of stdin, so its end is the parent's."""
     while os.read(sys.stdin.fileno(), 4096):
@@ -118,7 +126,7 @@ def _measure(order: Order, messages: Messages) -> None:
     import mlx.core as mx
 
     backend = _backend(mx)
-    messages.send("hello", backend=backend, mlx=mlx_version(), machine=machine(), blas=loaded_blas(backend))
+    messages.send("hello", backend=backend, mlx=mlx_version(), blas=loaded_blas(backend))
     limit = order.memory_limit_bytes
     threading.Thread(target=_guard_memory, args=(mx, limit, messages), daemon=True).start()
     messages.send("doing", what="building the step")
