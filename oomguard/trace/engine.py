@@ -19,7 +19,7 @@ from oomguard.trace.ledger import CATEGORIES, Ledger, Owner, Recorder
 from oomguard.trace.memory import CPU, Device, ImmediateQueue, Memory, Program, Queue, Run, Simulation
 from oomguard.trace.rawgraph import dtype_name
 from oomguard.trace.remat import recompute_regions
-from oomguard.trace.result import Holder, Moment, Timeline, TraceResult
+from oomguard.trace.result import Holder, Moment, Span, Timeline, TraceResult
 
 STEADY_STEPS = 3
 """Steps simulated after the first. Where the device's task boundaries fall differs from one to the next."""
@@ -129,7 +129,7 @@ def simulate(
         moment=moments[at] if at >= 0 else Moment(-1, "", "", -1, ""),
         holders=holders,
         breakdown=_breakdown(holders),
-        timeline=Timeline(runs[chosen].high, recorder.totals, moments),
+        timeline=Timeline(runs[chosen].high, recorder.totals, moments, _spans(graph, recorder)),
         primitives=len(moments),
         backend=device.name,
         compiled=compiled,
@@ -200,6 +200,13 @@ def _holders(graph: Graph, recorder: Recorder) -> list[Holder]:
         _holder(graph, owner, nbytes, CATEGORIES[category]) for owner, nbytes, category in recorder.live
     ]
     return sorted(holders, key=lambda holder: -holder.nbytes)
+
+
+def _spans(graph: Graph, recorder: Recorder) -> list[Span]:
+    return [
+        Span(_holder(graph, stay.owner, stay.nbytes, CATEGORIES[stay.category]), stay.start, stay.end)
+        for stay in recorder.stays
+    ]
 
 
 def _holder(graph: Graph, owner: Owner, nbytes: int, category: str) -> Holder:

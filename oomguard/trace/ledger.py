@@ -75,7 +75,10 @@ def _read_by_backward(graph: Graph) -> set[int]:
 
 
 class Ledger(Memory):
-    """A memory that knows the category of every buffer."""
+    """A memory that knows the category of every buffer.
+
+    ``changed``: buffers made, freed or given another owner or category since somebody emptied it.
+    """
 
     def __init__(self, device: Device, limit: int | None, queue: Queue | None):
         super().__init__(device, limit, queue)
@@ -84,8 +87,10 @@ class Ledger(Memory):
         super().forget()
         self.category: list[int] = []
         self.totals = [0] * len(CATEGORIES)
+        self.changed: set[int] = set()
 
     def adopt(self, size: int) -> int:
+        self.changed.add(len(self.size))
         self.category.append(COPIES)
         self.totals[COPIES] += size
         return super().adopt(size)
@@ -95,6 +100,7 @@ class Ledger(Memory):
         self.totals[self.category[b]] -= self.size[b]
         self.totals[category] += self.size[b]
         self.category[b] = category
+        self.changed.add(b)
 
     def drop_array(self, b: int) -> None:
         if self.arrays[b] == 1 and self.pending[b]:
@@ -103,6 +109,7 @@ class Ledger(Memory):
 
     def _free(self, b: int) -> None:
         self.totals[self.category[b]] -= self.size[b]
+        self.changed.add(b)
         super()._free(b)
 
 
@@ -117,8 +124,20 @@ class Owner:
     scope: str
 
 
+@dataclass(slots=True)
+class Stay:
+    """What a buffer held from one primitive on until another (exclusive)."""
+
+    owner: Owner
+    nbytes: int
+    category: int
+    start: int
+    end: int = -1
+
+
 class Recorder:
-    """Watches a simulation: the totals at every primitive, and the owners of all buffers at one of them."""
+    """Watches a simulation: the totals at every primitive, what each buffer held from when to when, and the
+    owners of all buffers at one primitive."""
 
     def __init__(self, program: Program, at: int):
         """``at``: position of the primitive at which the owners are wanted; -1 for the beginning."""
@@ -128,6 +147,8 @@ class Recorder:
         self.totals: list[tuple[int, ...]] = []
         self.live: list[tuple[Owner, int, int]] = []
         self._owners: dict[int, Owner] = {}
+        self._ended: list[Stay] = []
+        self._staying: dict[int, Stay] = {}
 
     def begin(self, simulation: Simulation) -> None:
         """Takes note of what exists before the first primitive."""
@@ -137,6 +158,7 @@ class Recorder:
             if b >= 0:
                 memory.assign(b, self.by_array[array.id])
                 self._owners[b] = Owner(array.id, "", "", array.block, "")
+        self._note(0, memory)
         if self.at < 0:
             self._take(memory)
 
@@ -155,8 +177,27 @@ class Recorder:
                 break
             self._owners[b] = Owner(-1, node.primitive, node.phase, node.block, node.scope)
         self.totals.append(tuple(memory.totals))
+        self._note(index, memory)
         if index == self.at:
             self._take(memory)
+
+    @property
+    def stays(self) -> list[Stay]:
+        """What every buffer held, and when; at each primitive those that stay sum to what is active."""
+        end = len(self.totals)
+        last = [Stay(s.owner, s.nbytes, s.category, s.start, end) for s in self._staying.values()]
+        return [stay for stay in (*self._ended, *last) if stay.start < stay.end]
+
+    def _note(self, index: int, memory: Ledger) -> None:
+        """Ends and begins the stays of the buffers that changed before this primitive was watched."""
+        for b in memory.changed:
+            stay = self._staying.pop(b, None)
+            if stay is not None:
+                stay.end = index
+                self._ended.append(stay)
+            if memory.size[b] and (memory.arrays[b] or memory.pending[b]):
+                self._staying[b] = Stay(self._owners[b], memory.size[b], memory.category[b], index)
+        memory.changed.clear()
 
     def _take(self, memory: Ledger) -> None:
         """Every buffer there is, with its owner, its bytes and its category."""

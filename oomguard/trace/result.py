@@ -49,6 +49,15 @@ class Holder:
     dtype: str
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What one buffer held from primitive ``start`` until ``end`` (exclusive), by position in the timeline."""
+
+    holder: Holder
+    start: int
+    end: int
+
+
 @dataclass(frozen=True)
 class Timeline:
     """Active bytes over the primitives of a step, in the order evaluated.
@@ -57,11 +66,13 @@ class Timeline:
         active: once each primitive has allocated.
         totals: the same by category, in the order of ``CATEGORIES``; each sums to ``active``.
         moments: what the primitives are.
+        spans: what every buffer held, and from when to when; those around a primitive sum to its ``active``.
     """
 
     active: list[int]
     totals: list[tuple[int, ...]]
     moments: list[Moment]
+    spans: list[Span] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -110,4 +121,4 @@ class TraceResult:
         return max(0, self.peak_bytes - self.graph_peak_bytes)
 
 
-__all__ = ["CATEGORIES", "Holder", "Moment", "Timeline", "TraceResult"]
+__all__ = ["CATEGORIES", "Holder", "Moment", "Span", "Timeline", "TraceResult"]
