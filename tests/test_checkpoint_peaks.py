@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
+
+from oomguard.measure.blas import child_environment, find_openblas
 
 MEASURE = """
 import gc, json, sys
@@ -21,7 +24,7 @@ for mode in ("eager", "compiled"):
     for policy in sys.argv[1:]:
         gc.collect()
         step = StepConfig(
-            batch=4, seq_len=128, compiled=mode == "compiled", checkpoint=CheckpointPolicy.parse(policy)
+            batch=2, seq_len=128, compiled=mode == "compiled", checkpoint=CheckpointPolicy.parse(policy)
         )
         built = build_step(model, step)
         built.run()
@@ -46,7 +49,11 @@ POLICIES = [
 @pytest.fixture(scope="module")
 def peaks() -> dict[str, int]:
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *POLICIES], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", MEASURE, *POLICIES],
+        capture_output=True,
+        env=child_environment(os.environ, find_openblas()),
+        text=True,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
