@@ -1,0 +1,84 @@
+"""A trace as a JSON object: whole bytes, plain names, the schema's name first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from oomguard.report.trace_holders import HolderGroup, group_holders
+from oomguard.report.trace_report import LabelledTrace, TraceReport
+
+if TYPE_CHECKING:
+    from oomguard.trace.result import Moment
+
+TRACE_SCHEMA = "oomguard.trace/1"
+
+
+def trace_json(report: TraceReport) -> dict[str, Any]:
+    """The object ``oomguard trace --json`` prints.
+
+    ``fits`` is null without a budget, ``compared`` without ``--compare``. ``breakdown`` and the
+    ``total_bytes`` of ``holders`` each sum to ``peak_bytes``.
+    """
+    return {
+        "schema": TRACE_SCHEMA,
+        "title": report.title,
+        "settings": report.settings,
+        "mlx": report.mlx,
+        "memory_limit_bytes": report.memory_limit_bytes,
+        "budget_bytes": report.budget_bytes,
+        "fits": report.fits,
+        **_run(report.asked),
+        "compared": _run(report.compared) if report.compared is not None else None,
+    }
+
+
+def _run(run: LabelledTrace) -> dict[str, Any]:
+    result = run.result
+    return {
+        "checkpoint": run.label,
+        "backend": result.backend,
+        "compiled": result.compiled,
+        "peak_bytes": result.peak_bytes,
+        "low_bytes": result.low_bytes,
+        "high_bytes": result.high_bytes,
+        "first_peak_bytes": result.first_peak_bytes,
+        "sequenced_peak_bytes": result.sequenced_peak_bytes,
+        "graph_peak_bytes": result.graph_peak_bytes,
+        "in_flight_bytes": result.in_flight_bytes,
+        "state_bytes": result.state_bytes,
+        "largest_buffer_bytes": result.largest_buffer_bytes,
+        "moment": _moment(result.moment),
+        "breakdown": {category_key(name): size for name, size in result.breakdown.items()},
+        "holders": [_group(group) for group in group_holders(result.holders)],
+        "primitives": result.primitives,
+        "unknown": dict(result.unknown),
+        "warnings": list(result.warnings),
+    }
+
+
+def category_key(name: str) -> str:
+    """``in_flight_window`` for ``in-flight window``, as plans and estimates name it."""
+    return name.replace(" ", "_").replace("-", "_")
+
+
+def _moment(moment: Moment) -> dict[str, Any]:
+    """Where the peak is; the index counts from 0 and is -1 where nothing rises above the beginning."""
+    return {
+        "index": moment.index,
+        "primitive": moment.primitive,
+        "phase": moment.phase,
+        "block": moment.block if moment.block >= 0 else None,
+        "scope": moment.scope,
+    }
+
+
+def _group(group: HolderGroup) -> dict[str, Any]:
+    return {
+        "name": group.name,
+        "what": group.what,
+        "category": category_key(group.category),
+        "count": group.count,
+        "bytes_each": group.nbytes,
+        "total_bytes": group.total_bytes,
+        "array": group.form,
+    }

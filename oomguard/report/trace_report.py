@@ -1,0 +1,60 @@
+"""What every report of a trace is made from: the step, its simulated result, and what it is held against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from oomguard.trace.result import TraceResult
+
+
+@dataclass(frozen=True)
+class LabelledTrace:
+    """One simulated step, under a checkpoint policy or as the user wrote it.
+
+    Attributes:
+        label: short, for the head of a column: ``none``, ``every``, ``as written``.
+        about: the same in words: ``every block recomputed``.
+    """
+
+    label: str
+    about: str
+    result: TraceResult
+
+
+@dataclass(frozen=True)
+class TraceReport:
+    """A traced step and what a reader wants to know beside it.
+
+    Attributes:
+        title: what was traced.
+        settings: how, in words; may be empty.
+        asked: the step that was asked for.
+        compared: the same step under another checkpoint policy, to stand beside it.
+        budget_bytes: what the peak is held against.
+        memory_limit_bytes: as given to ``mx.set_memory_limit``; None for MLX's default.
+        mlx: version of MLX that built the graph.
+    """
+
+    title: str
+    settings: str
+    asked: LabelledTrace
+    compared: LabelledTrace | None = None
+    budget_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    mlx: str = ""
+
+    @property
+    def runs(self) -> list[LabelledTrace]:
+        """The step asked for, and the one beside it."""
+        return [self.asked] if self.compared is None else [self.asked, self.compared]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak of the step asked for is within the budget; None without one."""
+        return self.within(self.asked.result.peak_bytes)
+
+    def within(self, size_bytes: int) -> bool | None:
+        """Whether a size is within the budget; None without one."""
+        return None if self.budget_bytes is None else size_bytes <= self.budget_bytes

@@ -1,0 +1,193 @@
+"""A trace as text: the peak, when it is reached, what holds it, and what would be another way."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from oomguard.report.estimate_text import breakdown_lines
+from oomguard.report.style import Ink, paragraph, table
+from oomguard.report.trace_holders import group_holders
+from oomguard.report.trace_report import TraceReport
+from oomguard.units import format_bytes
+
+if TYPE_CHECKING:
+    from oomguard.trace.result import Moment, TraceResult
+
+SHOWN_HOLDERS = 10
+SLIVER = 0.005  # of the larger peak: categories below it are not compared
+
+_UNBROKEN = "\u00a0"
+_SIZE = re.compile(r"[\d.]+ [KMGT]?i?B( each)?\b")
+
+
+def trace_text(report: TraceReport, colour: bool = False) -> str:
+    """The report ``oomguard trace`` prints, 80 columns wide."""
+    ink = Ink(colour)
+    result = report.asked.result
+    peak = format_bytes(result.peak_bytes)
+    parts = [
+        _head(report, ink),
+        [_answer(report, ink), *_facts(result, report)],
+        [ink.faint(f"What holds {peak} at the peak"), *breakdown_lines(result.breakdown)],
+        [ink.faint("The largest holders at the peak"), *_holder_lines(result)],
+        _compared(report, ink),
+        _foot(report, ink),
+    ]
+    return "\n\n".join(text for text in map("\n".join, parts) if text)
+
+
+def say_moment(moment: Moment, primitives: int) -> str:
+    """``backward of block 11: Matmul in blocks.11.attention, primitive 1,012 of 2,269``."""
+    if moment.index < 0:
+        return "before the step begins"
+    block = f" of block {moment.block}" if moment.block >= 0 else ""
+    scope = f" in {moment.scope}" if moment.scope else ""
+    number = f"primitive {moment.index + 1:,} of {primitives:,}"
+    return f"{moment.phase}{block}: {moment.primitive}{scope}, {number}"
+
+
+def say_fit(report: TraceReport, size_bytes: int) -> str:
+    """``1.2 GiB below the budget of 2.0 GiB``; empty without a budget."""
+    if report.budget_bytes is None:
+        return ""
+    gap = report.budget_bytes - size_bytes
+    side = "below" if gap >= 0 else "over"
+    return f"{format_bytes(abs(gap))} {side} the budget of {format_bytes(report.budget_bytes)}"
+
+
+def _head(report: TraceReport, ink: Ink) -> Iterator[str]:
+    result = report.asked.result
+    facts = [f"{result.primitives:,} primitives", "compiled" if result.compiled else "eager"]
+    facts.append(f"{result.backend}, MLX {report.mlx}" if report.mlx else result.backend)
+    if report.memory_limit_bytes is not None:
+        facts.append(f"memory limit {format_bytes(report.memory_limit_bytes)}")
+    yield ink.strong(paragraph(report.title))
+    if report.settings:
+        yield paragraph(report.settings)
+    yield ink.faint(_filled(f"Simulated, not run: {', '.join(facts)}"))
+
+
+def _answer(report: TraceReport, ink: Ink) -> str:
+    peak = report.asked.result.peak_bytes
+    said = f"Peak {format_bytes(peak)}"
+    if report.fits is None:
+        return ink.strong(said)
+    return f"{ink.good(said) if report.fits else ink.bad(said)}, {say_fit(report, peak)}"
+
+
+def _facts(result: TraceResult, report: TraceReport) -> Iterator[str]:
+    window = f"the in-flight window adds {format_bytes(result.in_flight_bytes)}"
+    share = f"{result.in_flight_bytes / (result.peak_bytes or 1):.0%} of the peak"
+    facts = {
+        "when": say_moment(result.moment, result.primitives),
+        "steps": _say_steps(result),
+        "sequenced": f"{format_bytes(result.sequenced_peak_bytes)}, with mx.set_memory_limit(0)",
+        "graph alone": f"{format_bytes(result.graph_peak_bytes)}; {window}, {share}",
+        "before the step": f"{format_bytes(result.state_bytes)} of state and batch",
+        "largest buffer": format_bytes(result.largest_buffer_bytes),
+    }
+    if report.memory_limit_bytes == 0:
+        del facts["sequenced"]
+    for name, text in facts.items():
+        yield _filled(text, f"  {name:<15}  ")
+
+
+def _say_steps(result: TraceResult) -> str:
+    low, high = format_bytes(result.low_bytes), format_bytes(result.high_bytes)
+    first = format_bytes(result.first_peak_bytes)
+    if low == high == first:
+        return f"{low} in the first and in those after it"
+    later = low if low == high else f"{low} to {high}"
+    return f"{first} in the first, {later} in those after it"
+
+
+def _holder_lines(result: TraceResult) -> Iterator[str]:
+    groups = group_holders(result.holders)
+    for group in groups[:SHOWN_HOLDERS]:
+        yield _holder_line(group.total_bytes, result.peak_bytes, str(group))
+    rest = groups[SHOWN_HOLDERS:]
+    if rest:
+        count = sum(group.count for group in rest)
+        others = f"{count:,} other buffer{'s' if count > 1 else ''}"
+        yield _holder_line(sum(group.total_bytes for group in rest), result.peak_bytes, others)
+
+
+def _holder_line(size_bytes: int, peak_bytes: int, text: str) -> str:
+    return _filled(text, f"  {format_bytes(size_bytes):>10} {size_bytes / (peak_bytes or 1):>4.0%}  ")
+
+
+def _filled(text: str, first: str = "") -> str:
+    """A paragraph that breaks no size in two."""
+    kept = _SIZE.sub(lambda size: size[0].replace(" ", _UNBROKEN), text)
+    return paragraph(kept, first).replace(_UNBROKEN, " ")
+
+
+def _compared(report: TraceReport, ink: Ink) -> Iterator[str]:
+    if report.compared is None:
+        return
+    one, other = report.asked.result, report.compared.result
+    rows = [("", report.asked.label, report.compared.label, "")]
+    rows += [_row(name, a, b) for name, a, b in _pairs(one, other)]
+    rows.append(("primitives", f"{one.primitives:,}", f"{other.primitives:,}", ""))
+    if report.budget_bytes is not None:
+        left = [format_bytes(report.budget_bytes - run.result.peak_bytes) for run in report.runs]
+        rows.append(("left of the budget", *left, ""))
+    lines = table(rows, "<>>>")
+    yield ink.faint("Checkpointing compared")
+    yield ink.faint(lines[0])
+    yield from lines[1:]
+    when = say_moment(other.moment, other.primitives)
+    yield paragraph(f"With {report.compared.label} the peak is in the {when}.", "  ")
+
+
+def _pairs(one: TraceResult, other: TraceResult) -> Iterator[tuple[str, int, int]]:
+    yield "peak", one.peak_bytes, other.peak_bytes
+    least = SLIVER * max(one.peak_bytes, other.peak_bytes)
+    for name in dict.fromkeys([*one.breakdown, *other.breakdown]):
+        sizes = one.breakdown.get(name, 0), other.breakdown.get(name, 0)
+        if max(sizes) >= least:
+            yield f"  {name}", *sizes
+    yield "sequenced", one.sequenced_peak_bytes, other.sequenced_peak_bytes
+
+
+def _row(name: str, one: int, other: int) -> tuple[str, str, str, str]:
+    change = f"{(other - one) / one:+.0%}" if one and other != one else ""
+    return name, format_bytes(one), format_bytes(other), change
+
+
+def _foot(report: TraceReport, ink: Ink) -> Iterator[str]:
+    result = report.asked.result
+    if report.fits is False:
+        yield from _ways_out(report)
+    for name, count in result.unknown.items():
+        times = f"{count:,} times" if count > 1 else "once"
+        yield ink.warn(paragraph(f"unknown primitive: {name}, {times}; counted from above", rest="  "))
+    for run in report.runs:
+        about = "" if run is report.asked else f", {run.label}"
+        for warning in other_warnings(run.result):
+            yield ink.warn(paragraph(f"warning{about}: {warning}", rest="  "))
+
+
+def _ways_out(report: TraceReport) -> Iterator[str]:
+    """What would fit, when the step asked for does not."""
+    sequenced = report.asked.result.sequenced_peak_bytes
+    if report.compared is not None and report.within(report.compared.result.peak_bytes):
+        fit = say_fit(report, report.compared.result.peak_bytes)
+        yield _filled(f"Fits with {report.compared.about}: {fit}.")
+    if report.memory_limit_bytes is None and report.within(sequenced):
+        yield _filled(
+            f"Only the in-flight window breaks the budget. With mx.set_memory_limit(0) the peak is "
+            f"{format_bytes(sequenced)}, {say_fit(report, sequenced)}; then nothing runs ahead, and a step "
+            "takes somewhat longer."
+        )
+
+
+def other_warnings(result: TraceResult) -> list[str]:
+    """The warnings of a result, once each, without those about unknown primitives."""
+    return [
+        warning
+        for warning in dict.fromkeys(result.warnings)
+        if not any(warning.startswith(f"{name} ") for name in result.unknown)
+    ]
