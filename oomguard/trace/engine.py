@@ -11,7 +11,7 @@ from statistics import median_low
 from typing import Any
 
 from oomguard.trace.capture import Capture, Evaluate, capture, returned_then_state
-from oomguard.trace.containers import leaves
+from oomguard.trace.containers import leaves, state_tree
 from oomguard.trace.fuse import compile_graph
 from oomguard.trace.graph import Graph
 from oomguard.trace.layout import Layout
@@ -20,9 +20,22 @@ from oomguard.trace.memory import CPU, Device, ImmediateQueue, Memory, Program, 
 from oomguard.trace.rawgraph import dtype_name
 from oomguard.trace.remat import recompute_regions
 from oomguard.trace.result import Holder, Moment, Span, Timeline, TraceResult
+from oomguard.trace.startup import SYNCHRONIZER_DISPATCHES, dispatches_to_evaluate
 
 STEADY_STEPS = 3
-"""Steps simulated after the first. Where the device's task boundaries fall differs from one to the next."""
+"""Steps simulated after the first. Where the device's tasks end differs from one to the next."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a process does besides the step: ``before`` dispatches before its first one, ``between`` after each.
+
+    They shift where the CPU's tasks end; nothing else depends on them.
+    """
+
+    before: int = 0
+    between: int = 0
+
 
 Rewrite = Callable[[Graph], Graph]
 
@@ -89,6 +102,7 @@ def simulate(
     memory_limit: int | None = None,
     rewrite: Rewrite | None = None,
     steady_steps: int = STEADY_STEPS,
+    surroundings: Surroundings = Surroundings(),
 ) -> TraceResult:
     """The peak of a captured step. The capture is not changed, and can be simulated again in another way.
 
@@ -96,7 +110,8 @@ def simulate(
         captured: from ``capture``.
         compiled: whether the step runs under ``mx.compile``.
         device, memory_limit, rewrite: as for ``trace``.
-        steady_steps: how many steps to simulate after the first.
+        steady_steps: how many steps to simulate after the first, and again with the memory limit at 0.
+        surroundings: what else the process evaluates.
     """
     graph = _with_checkpoints(captured.graph)
     if rewrite is not None:
@@ -104,16 +119,17 @@ def simulate(
     if compiled:
         compile_graph(graph)
     program = Program(graph, device)
-    default = _Steps(program, memory_limit, None)
-    runs = [default.step() for _ in range(1 + steady_steps)]
+    steps = _Steps(program, memory_limit, None, surroundings)
+    runs = [steps.step() for _ in range(1 + steady_steps)]
     steady = runs[1:] or runs
     peaks = [run.peak_bytes for run in steady]
     peak = median_low(peaks)
-    chosen = runs.index(next(run for run in steady if run.peak_bytes == peak))
-    recorder = default.record(chosen, runs[chosen].peak_index)
-    sequenced = _Steps(program, 0, None)
-    in_turn = [sequenced.step().peak_bytes for _ in range(1 + min(1, steady_steps))]
-    graph_alone = _Steps(program, None, ImmediateQueue()).step()
+    chosen = next(k for k, run in enumerate(runs) if run.peak_bytes == peak and (k or not steady_steps))
+    recorder = steps.record(chosen, runs[chosen].peak_index)
+    largest_buffer = steps.largest_buffer
+    steps.memory.limit = 0
+    sequenced = median_low([steps.step().peak_bytes for _ in steady])
+    graph_alone = _Steps(program, None, ImmediateQueue(), surroundings).step()
     moments = [_moment(program, index) for index in range(len(program.evaluations[0]))]
     at = runs[chosen].peak_index
     holders = _holders(graph, recorder)
@@ -122,10 +138,10 @@ def simulate(
         low_bytes=min(peaks),
         high_bytes=max(peaks),
         first_peak_bytes=runs[0].peak_bytes,
-        sequenced_peak_bytes=in_turn[-1],
+        sequenced_peak_bytes=sequenced,
         graph_peak_bytes=graph_alone.peak_bytes,
         state_bytes=runs[chosen].before_bytes,
-        largest_buffer_bytes=default.largest_buffer,
+        largest_buffer_bytes=largest_buffer,
         moment=moments[at] if at >= 0 else Moment(-1, "", "", -1, ""),
         holders=holders,
         breakdown=_breakdown(holders),
@@ -146,12 +162,30 @@ def _with_checkpoints(graph: Graph) -> Graph:
     return graph
 
 
+def counted_timelines(captured: Capture) -> tuple[list[int], list[int], list[Moment]]:
+    """Active bytes at every primitive on the CPU: of the graph alone, and of the steady state; and what they are.
+
+    The steady state is the median, primitive by primitive, of the steps after the first.
+    """
+    graph = _with_checkpoints(captured.graph)
+    if captured.compiled:
+        compile_graph(graph)
+    program = Program(graph, CPU)
+    alone = _Steps(program, None, ImmediateQueue()).step()
+    default = _Steps(program, None, None)
+    runs = [default.step().high for _ in range(1 + STEADY_STEPS)][1:]
+    steady = [median_low(values) for values in zip(*runs, strict=True)]
+    return alone.high, steady, [_moment(program, index) for index in range(len(program.evaluations[0]))]
+
+
 class _Steps:
     """Steps simulated one after the other, each finding what the one before left."""
 
-    def __init__(self, program: Program, limit: int | None, queue: Queue | None):
+    def __init__(self, program: Program, limit: int | None, queue: Queue | None, around: Surroundings):
         self.program = program
+        self.between = around.between
         self.memory = Memory(program.device, limit, queue)
+        self._count(around.before)
         self.largest_buffer = 0
         self._found: dict[int, tuple[Layout, int]] = {}
         self._before: list[_Before] = []
@@ -163,8 +197,15 @@ class _Steps:
         simulation = Simulation(self.program, memory, self._found)
         run = simulation.run()
         self._found = simulation.found(self.program.graph.carries)
+        self._count(self.between)
         self.largest_buffer = max(self.largest_buffer, max(memory.size, default=0))
         return run
+
+    def _count(self, dispatches: int) -> None:
+        """Lets the queue have counted further, as it does in evaluations that are not simulated."""
+        for _ in range(dispatches):
+            self.memory.queue.submit(0, [], [])
+        self.memory.synchronize()
 
     def record(self, number: int, at: int) -> Recorder:
         """Simulates one of the steps again, and keeps whose the bytes are."""
@@ -249,6 +290,11 @@ def trace_built(
         built: built with ``evaluated=False`` it takes no memory.
         compiled, device, memory_limit, rewrite, marked: as for ``trace``.
     """
+    # The GPT's run also divides the loss, in an evaluation of its own: one kernel.
+    surroundings = Surroundings(
+        before=dispatches_to_evaluate([*map(state_tree, built.state), built.batch]),
+        between=2 + SYNCHRONIZER_DISPATCHES if hasattr(built, "config") else 0,
+    )
     results = []
     for captured in capture_built(built, marked=marked):
         results.append(
@@ -258,6 +304,7 @@ def trace_built(
                 device=device,
                 memory_limit=memory_limit,
                 rewrite=rewrite,
+                surroundings=surroundings,
             )
         )
     return max(results, key=lambda result: result.peak_bytes)

@@ -38,7 +38,7 @@ _BY_KIND = {
     "state": "other state",
     "constant": "constants",
 }
-_VIEWS = frozenset(
+VIEWS = frozenset(
     "AsStrided Broadcast BroadcastAxes Copy CustomTransforms Depends ExpandDims Flatten Reshape Slice Split "
     "Squeeze StopGradient Transpose Unflatten View".split()
 )
@@ -69,7 +69,7 @@ def _read_by_backward(graph: Graph) -> set[int]:
     found: set[int] = set()
     for node in reversed(graph.nodes):
         forward = node.phase == "forward"
-        if not forward or (node.primitive in _VIEWS and any(o in found for o in node.outputs)):
+        if not forward or (node.primitive in VIEWS and any(o in found for o in node.outputs)):
             found.update(node.inputs)
     return found
 
@@ -169,7 +169,7 @@ class Recorder:
         for o in step.outputs:
             b = simulation.buffer[o]
             known = self._owners.get(b)
-            if known is None or (known.array != o and node.primitive not in _VIEWS):
+            if known is None or (known.array != o and node.primitive not in VIEWS):
                 memory.assign(b, self.by_array[o])
                 self._owners[b] = Owner(o, node.primitive, node.phase, node.block, node.scope)
         for b in range(len(memory.size) - 1, -1, -1):

@@ -373,6 +373,8 @@ class Simulation:
             memory.wait()
             self._detach(step)
             low.append(memory.active)
+        # The end of an evaluation is a primitive of its own, without inputs or outputs of interest here.
+        memory.queue.submit(0, [], [])
         memory.synchronize()
         return Run(peak, peak_index, before, memory.active, high, low)
 
