@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 INSTALL_HINT = (
-    "matrix products run on MLX's reference BLAS, about five times slower (same peak); "
-    "calibration/install-fast-blas.sh installs the fast one (Debian: apt install libopenblas0)"
+    "matrix products run on MLX's reference BLAS, about five times slower (same peak); for the fast one: "
+    "apt install libopenblas0, or the source's calibration/install-fast-blas.sh"
 )
 _FOLDERS = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/local/lib64", "/lib64")
 _PATTERNS = ("libopenblas.so.0", "*-linux-gnu*/libopenblas.so.0", "*-linux-gnu*/openblas-*/libopenblas.so.0")

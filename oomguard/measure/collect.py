@@ -243,6 +243,8 @@ def _has_a_whole_line(path: Path) -> bool:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds the row file for this process alone; the system lets go of it when the process ends."""
+    if path.exists() and not path.is_file():
+        raise InputError(f"cannot write row file {path}: not a file")
     try:
         file = path.open("ab")
     except OSError as error:
@@ -252,6 +254,8 @@ def _locked(path: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise InputError(f"{path} is being written by another oomguard measure") from error
+        except OSError:
+            pass  # a file system without locks: nobody can be kept out
         try:
             yield
         finally:

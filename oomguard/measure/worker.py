@@ -213,12 +213,12 @@ def _column(mx: Any, run: Run, steps: int, what: str, messages: Messages) -> lis
 
 
 def _sample(mx: Any, run: Run) -> Sample:
-    """Runs one step. What it returns is dropped before memory is read: a loss kept is the caller's."""
+    """Runs one step; what it returns is evaluated, where it was not, and dropped before memory is read."""
     gc.collect()
     mx.synchronize()
     mx.reset_peak_memory()
     start = time.perf_counter()
-    run()
+    mx.eval(run())
     mx.synchronize()
     seconds = time.perf_counter() - start
     sample = Sample(mx.get_peak_memory(), mx.get_active_memory(), mx.get_cache_memory(), seconds)
