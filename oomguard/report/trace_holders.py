@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from oomguard.report.words import SHORT_DTYPES
@@ -77,6 +78,7 @@ def group_holders(holders: Iterable[Holder]) -> list[HolderGroup]:
     return sorted(found, key=lambda group: -group.total_bytes)
 
 
+@cache
 def pattern(name: str) -> str:
     """``blocks.*.mlp.up`` for ``blocks.3.mlp.up``: what is the same in every block has the same pattern."""
     return _NUMBER.sub("*", name)

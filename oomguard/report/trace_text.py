@@ -133,7 +133,7 @@ def _compared(report: TraceReport, ink: Ink) -> Iterator[str]:
     rows.append(("primitives", f"{one.primitives:,}", f"{other.primitives:,}", ""))
     if report.budget_bytes is not None:
         left = [format_bytes(report.budget_bytes - run.result.peak_bytes) for run in report.runs]
-        rows.append(("left of the budget", *left, ""))
+        rows.append(("left of the budget", left[0], left[1], ""))
     lines = table(rows, "<>>>")
     yield ink.faint("Checkpointing compared")
     yield ink.faint(lines[0])
@@ -153,7 +153,8 @@ def _pairs(one: TraceResult, other: TraceResult) -> Iterator[tuple[str, int, int
 
 
 def _row(name: str, one: int, other: int) -> tuple[str, str, str, str]:
-    change = f"{(other - one) / one:+.0%}" if one and other != one else ""
+    share = (other - one) / one if one else 0.0
+    change = f"{share:+.0%}" if abs(share) >= 0.005 else ""
     return name, format_bytes(one), format_bytes(other), change
 
 
