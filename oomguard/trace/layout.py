@@ -141,21 +141,24 @@ def _reshaped_strides(source: Layout, shape: Shape) -> Strides | None:
 
 
 def collapse(shape: Shape, strides: Strides) -> tuple[list[int], list[int]]:
-    """Neighbouring axes that can be walked with one stride, made one."""
-    if not shape:
-        return [], []
+    """Axes without those of size one, and neighbours that can be walked with one stride made one.
+
+    MLX 0.32.4 leaves out a leading axis of size one as well; the source of 0.32.2 kept it, and copied for a
+    few reshapes of transposed arrays.
+    """
     cap = 2**31 - 1
-    sizes, steps = [shape[0]], [strides[0]]
-    for n, step in zip(shape[1:], strides[1:], strict=True):
+    sizes: list[int] = []
+    steps: list[int] = []
+    for n, step in zip(shape, strides, strict=True):
         if n == 1:
             continue
-        if step * n != steps[-1] or sizes[-1] * n > cap:
-            sizes.append(n)
-            steps.append(step)
-        else:
+        if sizes and step * n == steps[-1] and sizes[-1] * n <= cap:
             sizes[-1] *= n
             steps[-1] = step
-    return sizes, steps
+        else:
+            sizes.append(n)
+            steps.append(step)
+    return (sizes, steps) if sizes or not shape else ([1], [0])
 
 
 def slice_view(source: Layout, strides: tuple[int, ...], shape: Shape) -> Layout:
