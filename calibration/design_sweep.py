@@ -19,13 +19,30 @@ OUT = Path(__file__).parent / "sweeps" / "cpu.jsonl"
 SEED = 20
 MAX_FLOPS = {"float32": 40e9, "bfloat16": 4e9, "float16": 4e9}
 MIN_TOKENS, MAX_TOKENS = 128, 8192
-POLICIES = ("every", "stride=2", "stride=sqrt", "blocks=half", "attention", "attention,blocks=half", "custom_function")
+POLICIES = (
+    "every",
+    "stride=2",
+    "stride=sqrt",
+    "blocks=half",
+    "attention",
+    "attention,blocks=half",
+    "custom_function",
+)
 PRESETS: tuple[Entry, ...] = (
     {"preset": "tiny", "batch": [2, 8, 32]},
     {"preset": "tiny", "batch": 8, "checkpoint": ["every", "stride=auto", "attention", "custom_function"]},
     {"preset": "small", "batch": [1, 4], "checkpoint": ["none", "every", "blocks=3"]},
-    {"preset": "huge", "batch": [1, 4], "checkpoint": ["none", "every", "stride=sqrt", "attention", "blocks=6"]},
-    {"preset": "huge", "batch": 1, "context": 1024, "checkpoint": ["none", "every", "attention", "custom_function"]},
+    {
+        "preset": "huge",
+        "batch": [1, 4],
+        "checkpoint": ["none", "every", "stride=sqrt", "attention", "blocks=6"],
+    },
+    {
+        "preset": "huge",
+        "batch": 1,
+        "context": 1024,
+        "checkpoint": ["none", "every", "attention", "custom_function"],
+    },
     {"preset": "mega", "batch": 1, "seq_len": [64, 256], "checkpoint": ["none", "every"]},
     {"preset": "behemoth", "batch": 1, "seq_len": 64, "checkpoint": ["none", "every"]},
 )
@@ -75,11 +92,19 @@ def entries() -> Iterator[Entry]:
         for dtype in ("bfloat16", "float16"):
             for name in ("none", "every", None):
                 entry = shape(rng, dtype)
-                step = {"checkpoint": policy(rng, entry, name), "dtype": dtype, "compiled": rng.random() < 0.5}
+                step = {
+                    "checkpoint": policy(rng, entry, name),
+                    "dtype": dtype,
+                    "compiled": rng.random() < 0.5,
+                }
                 yield {**entry, **step}
         for evaluate in (True, False):
             entry = shape(rng)
-            step = {"accumulate": rng.choice([2, 4]), "evaluate_micro_steps": evaluate, "compiled": rng.random() < 0.5}
+            step = {
+                "accumulate": rng.choice([2, 4]),
+                "evaluate_micro_steps": evaluate,
+                "compiled": rng.random() < 0.5,
+            }
             yield {**entry, **step, "checkpoint": policy(rng, entry), "clip_norm": rng.random() < 0.5}
         entry = shape(rng)
         yield {**entry, "clip_norm": True, "compiled": rng.random() < 0.5}

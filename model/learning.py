@@ -6,13 +6,13 @@ import shlex
 import statistics
 from pathlib import Path
 
-from oomguard.coefficients import local_rows_path
 from oomguard.guard import Guard
+from oomguard.learn import learn as add_to_calibration
 from oomguard.measure.blas import loaded_blas
 from oomguard.measure.provenance import commit, machine, mlx_version, now, system
 from oomguard.model.step import mlx_backend
 from oomguard.model.trainer import TrainResult
-from oomguard.rows import Header, Row, append_row
+from oomguard.rows import Header, Row
 
 NEAR_LIMIT = 0.98
 
@@ -55,10 +55,14 @@ def learned_row(result: TrainResult) -> Row:
 
 
 def learn(result: TrainResult, command: list[str]) -> Path:
-    """Adds the run to this user's rows and returns their file.
+    """Adds the run to this machine's calibration, which fits again once it has rows enough.
+
+    Returns:
+        The file of this user's rows.
 
     Raises:
-        OSError: the rows cannot be written.
+        InputError: that file is damaged.
+        OSError: the row cannot be written.
     """
     row = learned_row(result)
     header = Header(
@@ -71,7 +75,4 @@ def learn(result: TrainResult, command: list[str]) -> Path:
         command=shlex.join(command),
         note="training runs and calibrations of this user",
     )
-    path = local_rows_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    append_row(path, header, row)
-    return path
+    return add_to_calibration(header, row).rows_path

@@ -1,7 +1,8 @@
 """Calibrated coefficients with their provenance: what was fitted, on which rows, and how far off it was.
 
 A profile belongs to one backend and MLX version. Within it compiled and eager steps are fitted apart: they
-run different kernels. Every coefficient is a number of live tensors of a kind that ``inventory.py`` sizes.
+run different kernels. Every coefficient scales what ``inventory.py`` counts at one kind of moment, and is 1
+where the count is what a device really holds.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from oomguard.config import Frozen, first_problem
+from oomguard.config import Frozen, StepConfig, first_problem
 from oomguard.errors import InputError
 
 SCHEMA = "oomguard.coefficients/1"
 
-Count = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
+Scale = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -29,18 +30,37 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class Mode(Frozen):
     """Coefficients of compiled, or of eager, steps.
 
-    ``alive`` are tensors of a kind that live at once beside what is held, in the graph alone; ``in_flight``
-    those dead but not yet released. Errors are leave-one-out: each row predicted by a fit without it.
-    ``low`` and ``high`` multiply an estimate into its band.
+    ``alive`` scales what kernels have made at the moments of a kind (``loss``, ``last``, ``inner``, ``end``);
+    ``in_flight`` what they dropped and is not yet released there, and ``window`` what Metal's open command
+    buffers can hold. ``sequenced`` is the share still in flight where evaluation waits for every task. Errors are leave-one-out: each row predicted by a fit without it.
+    ``low`` and ``high`` multiply an estimate into its band; ``bands`` holds narrower or wider ones by
+    ``step_kind``, where enough rows were measured.
     """
 
-    alive: dict[str, Count]
-    in_flight: dict[str, Count]
+    alive: dict[str, Scale]
+    in_flight: dict[str, Scale]
+    sequenced: Scale
     rows: Annotated[int, Field(gt=0)]
     median_error: Share
     worst_error: Share
     low: Share
     high: Share
+    bands: dict[str, tuple[Share, Share]] = Field(default_factory=dict)
+
+    def band(self, step: StepConfig) -> tuple[float, float]:
+        """What multiplies an estimate of such a step into its band."""
+        return self.bands.get(step_kind(step), (self.low, self.high))
+
+
+def step_kind(step: StepConfig) -> str:
+    """Steps that are estimated alike well: the plain ones, and what sets each other kind apart."""
+    if step.accumulate > 1 and not step.evaluate_micro_steps:
+        return "micro-batches in one graph"
+    if step.checkpoint.policy == "stride":
+        return "segments"
+    if step.clip_norm or step.optimizer in ("lion", "adafactor", "muon"):
+        return "late update"
+    return "plain" if step.dtype == "float32" else "half precision"
 
 
 class Speed(Frozen):
@@ -58,7 +78,7 @@ class Speed(Frozen):
 class Coefficients(Frozen):
     """One calibrated profile."""
 
-    schema_: Literal["oomguard.coefficients/1"] = Field(SCHEMA, alias="schema")
+    schema_: Literal["oomguard.coefficients/1"] = Field(default="oomguard.coefficients/1", alias="schema")
     profile: str
     backend: Literal["cpu", "metal", "cuda"]
     mlx: str
@@ -107,7 +127,9 @@ def read_coefficients(path: str | Path) -> Coefficients:
     except OSError as error:
         raise InputError(f"cannot read coefficients {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not a coefficients file; run `oomguard calibrate` to make one") from error
+        raise InputError(
+            f"{path} is not a coefficients file; run `oomguard calibrate` to make one"
+        ) from error
 
 
 def _parse(text: str, where: str) -> Coefficients:

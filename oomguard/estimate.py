@@ -10,12 +10,13 @@ from oomguard.inventory import CATEGORIES, Backend, Inventory, Moment
 from oomguard.traffic import step_flops, step_traffic_bytes
 
 CATEGORY_OF = {
-    "logits": "logits_and_loss",
-    "head_stream": "logits_and_loss",
-    "head_logits": "logits_and_loss",
-    "recomputed_stream": "recompute",
-    "recomputed_wide": "recompute",
+    "loss": "logits_and_loss",
+    "last": "backward_temporaries",
+    "inner": "backward_temporaries",
+    "end": "update_temporaries",
 }
+GIVES_WAY = ("saved_tensors", "attention_scores", "recompute", "gradients")
+PHASE_OF = {"loss": "forward and loss", "end": "update"}
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Estimate:
         low_bytes, high_bytes: the band; measured rows lie inside it (see ``Coefficients``).
         footprint_bytes: peak and the buffer cache beside it, what the system sees.
         sequenced_peak_bytes: the peak when nothing runs ahead (``mx.set_memory_limit(0)``).
-        phase: when the peak is: ``loss``, ``backward of block 3``, ``update``...
+        phase: when the peak is: ``forward and loss``, ``backward of block 3``, ``update``.
         phases: the bytes of every phase, largest moment of each.
         breakdown: ``peak_bytes`` by category; sums to it.
         largest_tensor_bytes: the largest single buffer.
@@ -79,25 +80,27 @@ def estimate(
     inventory = Inventory(model, step, backend or coefficients.backend)
     mode = coefficients.mode(step.compiled)
     phases: dict[str, int] = {}
-    peak, top, alone = -1, None, 0
+    peak, top, in_turn = -1, None, 0
     for moment in inventory.moments():
-        graph = moment.held_bytes + _weigh(moment, mode.alive)
-        size = graph + _weigh(moment, mode.in_flight)
+        graph = moment.held_bytes + int(mode.alive[moment.kind] * moment.alive_bytes)
+        in_flight = _in_flight(moment, mode)
+        size = graph + in_flight
         name = _phase_name(moment)
         phases[name] = max(phases.get(name, 0), size)
-        alone = max(alone, graph)
+        in_turn = max(in_turn, graph + int(mode.sequenced * in_flight))
         if size > peak:
             peak, top = size, moment
     assert top is not None
     breakdown = _breakdown(top, mode)
     peak = sum(breakdown.values())
     phases[_phase_name(top)] = peak
+    low, high = mode.band(step)
     return Estimate(
         peak_bytes=peak,
-        low_bytes=int(peak * mode.low),
-        high_bytes=int(peak * mode.high),
+        low_bytes=int(peak * low),
+        high_bytes=int(peak * high),
         footprint_bytes=peak + coefficients.cache_bytes,
-        sequenced_peak_bytes=min(alone, peak),
+        sequenced_peak_bytes=min(in_turn, peak),
         phase=_phase_name(top),
         phases=phases,
         breakdown=breakdown,
@@ -114,22 +117,30 @@ def step_seconds(inventory: Inventory, coefficients: Coefficients) -> float:
     return step_flops(inventory) / rate + step_traffic_bytes(inventory) / speed.bytes_per_second
 
 
-def _weigh(moment: Moment, counts: dict[str, float]) -> int:
-    return int(sum(counts.get(name, 0.0) * size for name, size in moment.work.items()))
+def _in_flight(moment: Moment, mode: Mode) -> int:
+    scales = mode.in_flight
+    window = scales.get("window", 0.0) * moment.window_bytes
+    return int(scales[moment.kind] * moment.in_flight_bytes + window)
 
 
 def _phase_name(moment: Moment) -> str:
-    return moment.phase if moment.block < 0 else f"{moment.phase} of block {moment.block}"
+    return PHASE_OF.get(moment.kind) or f"backward of block {moment.block}"
 
 
 def _breakdown(moment: Moment, mode: Mode) -> dict[str, int]:
+    """Bytes by category. At some moments part of what is held is gone already: that part is taken off it."""
     found = dict.fromkeys(CATEGORIES, 0)
     for category, size in moment.held.items():
         found[category] += size
-    for name, size in moment.work.items():
-        category = CATEGORY_OF.get(name, f"{'update' if moment.phase == 'update' else 'backward'}_temporaries")
-        found[category] += int(mode.alive.get(name, 0.0) * size)
-        found["in_flight_window"] += int(mode.in_flight.get(name, 0.0) * size)
+    alive = int(mode.alive[moment.kind] * moment.alive_bytes)
+    if alive >= 0:
+        found[CATEGORY_OF[moment.kind]] += alive
+    else:
+        for category in sorted(found, key=lambda name: -found[name] if name in GIVES_WAY else 0):
+            taken = min(found[category], -alive) if category in GIVES_WAY else 0
+            found[category] -= taken
+            alive += taken
+    found["in_flight_window"] += _in_flight(moment, mode)
     return {category: size for category, size in found.items() if size}
 
 

@@ -1,24 +1,23 @@
 """Measured rows to coefficients: bounded, robust, with leave-one-out errors. The only place that needs scipy.
 
-The peak of a row is the largest of its moments, each linear in the coefficients:
-``held + sum(alive[k] * work[k])``. The fit minimises the soft-L1 of log(predicted / measured), so a row of 50 MB
-counts as one of 5 GB, and one odd row bends little. First ``alive`` on the sequenced peaks, then, with those
-fixed, ``in_flight`` on the default peaks. Source: soft-L1 and the bounded trust region are those of
-``scipy.optimize.least_squares`` (Branch, Coleman & Li 1999).
+The peak of a row is the largest of its moments, each linear in the coefficients: what is held, plus scaled what
+is alive and what is in flight there (``inventory.py``). The fit minimises the soft-L1 of log(predicted /
+measured), so a row of 50 MB counts as one of 5 GB, and one odd row bends little. First ``alive`` on the
+sequenced peaks, then, with those fixed, ``in_flight`` on the default peaks. Source: soft-L1 and the bounded trust
+region are those of ``scipy.optimize.least_squares`` (Branch, Coleman & Li 1999).
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from oomguard.coefficients import Coefficients, Mode, Speed
-from oomguard.config import OPTIMIZERS
+from oomguard.coefficients import Coefficients, Mode, Speed, step_kind
 from oomguard.errors import InputError
 from oomguard.inventory import Backend, Inventory
 from oomguard.rows import Header, Row
@@ -27,133 +26,66 @@ from oomguard.traffic import step_flops, step_traffic_bytes
 Vector = NDArray[np.float64]
 
 SOFT_ERROR = 0.03  # beyond 3% a row's pull grows linearly, not quadratically
-RIDGE = 1e-3  # a coefficient no row reaches stays at its start instead of wandering
+RIDGE = 0.003  # a coefficient few rows reach stays near its start instead of wandering
 MIN_ROWS = 8
-LOW_MARGIN, HIGH_MARGIN = 0.98, 1.02
+LOW_MARGIN, HIGH_MARGIN = 0.99, 1.01
 MIN_SPEED_ROWS = 4
 
-# Name: (most that is plausible alive, alive at the start, most in flight, in flight at the start). The window
-# holds about 50 kernels' outputs on the CPU (10 tasks of 10 dispatches, 2 a kernel), so no more in flight.
-BOUNDS: dict[str, tuple[float, float, float, float]] = {
-    "logits": (6, 3, 12, 1),
-    "head_stream": (16, 4, 50, 5),
-    "mlp_stream": (16, 4, 50, 5),
-    "mlp_wide": (8, 2, 20, 2),
-    "head_logits": (4, 1, 6, 1),
-    "attention_stream": (16, 3, 50, 5),
-    "attention_scores": (6, 2, 12, 1),
-    "block_weights": (3, 1, 6, 1),
-    "recomputed_stream": (16, 2, 30, 2),
-    "recomputed_wide": (8, 1, 12, 1),
-    "window": (1e-9, 0, 1.5, 0.6),
-    **{f"update_{optimizer}": (8.0, 1.0, 12.0, 1.0) for optimizer in OPTIMIZERS},
-}
-NAMES = tuple(BOUNDS)
+# A count is what the simulated evaluator holds; a device may hold somewhat less or more. Nothing can be in
+# flight twice over, and the window only has what Metal's command buffers can touch.
+ALIVE: dict[str, tuple[float, float]] = dict.fromkeys(("loss", "last", "inner", "end"), (2.0, 1.0))
+IN_FLIGHT: dict[str, tuple[float, float]] = {**ALIVE, "window": (1.5, 0.6)}
+"""Names, each with the most that is plausible and the start."""
+MOST_SEQUENCED, SEQUENCED = 0.5, 0.1
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows as arrays: (rows, moments) bytes held, (rows, moments, coefficients) bytes of work, measured peaks."""
+    """Rows as arrays over (rows, moments): bytes held, and by coefficient bytes alive and in flight."""
 
     held: Vector
-    work: Vector
+    alive: Vector
+    in_flight: Vector
 
-    def predict(self, counts: Vector) -> Vector:
+    def part(self, rows: Vector) -> Table:
+        """Some of the rows, by number or mask."""
+        return Table(self.held[rows], self.alive[rows], self.in_flight[rows])
+
+    def predict(self, fitted: Fitted) -> Vector:
         """The peak of each row, in bytes."""
-        return np.asarray((self.held + self.work @ counts).max(axis=1))
-
-    def slope(self, counts: Vector) -> tuple[Vector, Vector]:
-        """Peaks, and their derivative by each coefficient at the largest moment."""
-        sizes = self.held + self.work @ counts
-        top = sizes.argmax(axis=1)
-        rows = np.arange(len(top))
-        return sizes[rows, top], self.work[rows, top]
-
-    def without(self, row: int) -> Table:
-        return Table(np.delete(self.held, row, axis=0), np.delete(self.work, row, axis=0))
-
-
-def tabulate(rows: Sequence[Row], backend: Backend) -> Table:
-    """The moments of every row; rows with fewer moments are filled with moments that hold nothing."""
-    moments = []
-    for row in rows:
-        assert row.model is not None
-        assert row.step is not None
-        moments.append(list(Inventory(row.model, row.step, backend).moments()))
-    most = max(len(found) for found in moments)
-    held = np.zeros((len(rows), most))
-    work = np.zeros((len(rows), most, len(NAMES)))
-    for i, found in enumerate(moments):
-        for j, moment in enumerate(found):
-            held[i, j] = moment.held_bytes
-            for name, size in moment.work.items():
-                work[i, j, NAMES.index(name)] = size
-    return Table(held, work)
-
-
-def solve(
-    table: Table, measured: Vector, base: Vector, top: Vector, starts: Sequence[Vector], ridge: float
-) -> Vector:
-    """Coefficients between 0 and ``top`` that, added to ``base``, explain the measured peaks best.
-
-    The largest moment changes with the coefficients, so the problem has several local minima: each start is
-    tried, the best is kept. ``ridge`` holds the coefficients to the first start where rows say little.
-    """
-    weight = ridge * np.sqrt(len(measured))
-
-    def residuals(found: Vector) -> Vector:
-        misses = np.log(table.predict(base + found) / measured)
-        return np.concatenate([misses, weight * (found - starts[0]) / top])
-
-    def jacobian(found: Vector) -> Vector:
-        peaks, slopes = table.slope(base + found)
-        return np.concatenate([slopes / peaks[:, None], np.diag(weight / top)])
-
-    best: tuple[float, Vector] | None = None
-    for start in starts:
-        solution = least_squares(
-            residuals,
-            np.clip(start, 1e-6 * top, top * (1 - 1e-6)),
-            jac=jacobian,
-            bounds=(np.zeros_like(top), top),
-            loss="soft_l1",
-            f_scale=SOFT_ERROR,
-            x_scale=top,
-            max_nfev=60,
-        )
-        if best is None or solution.cost < best[0]:
-            best = (float(solution.cost), solution.x)
-    assert best is not None
-    return best[1]
-
-
-def _column(column: int) -> Vector:
-    return np.array([BOUNDS[name][column] for name in NAMES], dtype=float)
+        sizes = self.held + self.alive @ fitted.alive + self.in_flight @ fitted.in_flight
+        return np.asarray(sizes.max(axis=1))
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """Two vectors over ``NAMES``."""
+    """Scales over ``ALIVE`` and over ``IN_FLIGHT``."""
 
     alive: Vector
     in_flight: Vector
-
-    @property
-    def total(self) -> Vector:
-        return self.alive + self.in_flight
+    sequenced: float = SEQUENCED
 
     @classmethod
     def of(cls, mode: Mode) -> Fitted:
-        """The counts of a fitted mode, as a prior for another fit."""
+        """The scales of a fitted mode, as a prior for another fit."""
         return cls(
-            np.array([mode.alive.get(name, 0.0) for name in NAMES]),
-            np.array([mode.in_flight.get(name, 0.0) for name in NAMES]),
+            np.array([mode.alive.get(name, 1.0) for name in ALIVE]),
+            np.array([mode.in_flight.get(name, 0.0) for name in IN_FLIGHT]),
+            mode.sequenced,
         )
 
     @classmethod
     def plausible(cls) -> Fitted:
-        """What reading the graph suggests, before any row."""
-        return cls(_column(1), _column(3))
+        """What the simulated evaluator says, before any row."""
+        return cls(_starts(ALIVE), _starts(IN_FLIGHT))
+
+
+def _starts(bounds: dict[str, tuple[float, float]]) -> Vector:
+    return np.array([start for _, start in bounds.values()])
+
+
+def _tops(bounds: dict[str, tuple[float, float]]) -> Vector:
+    return np.array([top for top, _ in bounds.values()])
 
 
 @dataclass(frozen=True)
@@ -171,42 +103,96 @@ class Peaks:
         return cls(column(lambda row: row.peak_bytes), column(lambda row: row.sequenced_peak_bytes))
 
 
-def fit_counts(table: Table, peaks: Peaks, prior: Fitted, ridge: float, warm: Fitted | None = None) -> Fitted:
-    """``alive`` from sequenced peaks, then ``in_flight`` from default peaks.
+def tabulate(rows: Sequence[Row], backend: Backend) -> Table:
+    """The moments of every row; rows with fewer moments are filled with moments that hold nothing."""
+    moments = []
+    for row in rows:
+        assert row.model is not None
+        assert row.step is not None
+        moments.append(list(Inventory(row.model, row.step, backend).moments()))
+    shape = (len(rows), max(len(found) for found in moments))
+    held = np.zeros(shape)
+    alive, in_flight = np.zeros((*shape, len(ALIVE))), np.zeros((*shape, len(IN_FLIGHT)))
+    kinds = list(IN_FLIGHT)
+    for i, found in enumerate(moments):
+        for j, moment in enumerate(found):
+            held[i, j] = moment.held_bytes
+            alive[i, j, kinds.index(moment.kind)] = moment.alive_bytes
+            in_flight[i, j, kinds.index(moment.kind)] = moment.in_flight_bytes
+            in_flight[i, j, kinds.index("window")] = moment.window_bytes
+    return Table(held, alive, in_flight)
 
-    Without sequenced rows nothing tells the two apart: all is fitted to the default peaks as ``alive``.
+
+def solve(base: Vector, work: Vector, measured: Vector, top: Vector, start: Vector, ridge: float) -> Vector:
+    """Scales between 0 and ``top`` with which ``base + work @ scales`` explains the measured peaks best.
+
+    Args:
+        base: (rows, moments) bytes.
+        work: (rows, moments, scales) bytes.
+        measured: (rows,) bytes.
+        start: where to begin, and what ``ridge`` holds the scales to where rows say little.
+    """
+    weight = ridge * np.sqrt(len(measured))
+    rows = np.arange(len(measured))
+
+    def residuals(scales: Vector) -> Vector:
+        misses = np.log((base + work @ scales).max(axis=1) / measured)
+        return np.concatenate([misses, weight * (scales - start) / top])
+
+    def jacobian(scales: Vector) -> Vector:
+        sizes = base + work @ scales
+        largest = sizes.argmax(axis=1)
+        slopes = work[rows, largest] / sizes[rows, largest][:, None]
+        return np.concatenate([slopes, np.diag(weight / top)])
+
+    return np.asarray(
+        least_squares(
+            residuals,
+            np.clip(start, 1e-6 * top, top * (1 - 1e-6)),
+            jac=jacobian,
+            bounds=(np.zeros_like(top), top),
+            loss="soft_l1",
+            f_scale=SOFT_ERROR,
+            x_scale=top,
+            max_nfev=60,
+        ).x
+    )
+
+
+def fit_scales(table: Table, peaks: Peaks, prior: Fitted, ridge: float) -> Fitted:
+    """``alive`` and the share in flight from sequenced peaks, then ``in_flight`` from default peaks.
+
+    Without sequenced rows only the prior tells the two apart: both are fitted at once, held to it.
     """
     known = np.isfinite(peaks.sequenced)
     if not known.any():
-        return _fit_unsequenced(table, peaks, prior, ridge)
-    chosen = Table(table.held[known], table.work[known])
-    starts = [prior.alive, warm.alive] if warm else _around(prior.alive)
-    alive = solve(chosen, peaks.sequenced[known], 0 * prior.alive, _column(0), starts, ridge)
-    starts = [prior.in_flight, warm.in_flight] if warm else _around(prior.in_flight)
-    return Fitted(alive, solve(table, peaks.default, alive, _column(2), starts, ridge))
+        work = np.concatenate([table.alive, table.in_flight], axis=2)
+        top = np.concatenate([_tops(ALIVE), _tops(IN_FLIGHT)])
+        start = np.concatenate([prior.alive, prior.in_flight])
+        both = solve(table.held, work, peaks.default, top, start, ridge)
+        return Fitted(both[: len(ALIVE)], both[len(ALIVE) :], prior.sequenced)
+    part = table.part(known)
+    in_flight = (part.in_flight @ prior.in_flight)[:, :, None]
+    found = solve(
+        part.held,
+        np.concatenate([part.alive, in_flight], axis=2),
+        peaks.sequenced[known],
+        np.append(_tops(ALIVE), MOST_SEQUENCED),
+        np.append(prior.alive, prior.sequenced),
+        ridge,
+    )
+    base = table.held + table.alive @ found[:-1]
+    scales = solve(base, table.in_flight, peaks.default, _tops(IN_FLIGHT), prior.in_flight, ridge)
+    return Fitted(found[:-1], scales, float(found[-1]))
 
 
-def _fit_unsequenced(table: Table, peaks: Peaks, prior: Fitted, ridge: float) -> Fitted:
-    """Both at once, held to the prior: without sequenced peaks only the prior tells graph from window."""
-    twice = Table(table.held, np.concatenate([table.work, table.work], axis=2))
-    top = np.concatenate([_column(0), _column(2)])
-    start = np.concatenate([prior.alive, prior.in_flight])
-    found = solve(twice, peaks.default, 0 * top, top, [start], ridge)
-    return Fitted(*np.split(found, 2))
-
-
-def _around(start: Vector) -> list[Vector]:
-    return [start, start / 2, start * 2]
-
-
-def leave_one_out(table: Table, peaks: Peaks, prior: Fitted, ridge: float, fitted: Fitted) -> Vector:
+def leave_one_out(table: Table, peaks: Peaks, prior: Fitted, ridge: float) -> Vector:
     """log(predicted / measured) of each default peak, predicted by a fit that never saw the row."""
     misses = np.empty(len(peaks.default))
     for i in range(len(misses)):
-        rest = Peaks(np.delete(peaks.default, i), np.delete(peaks.sequenced, i))
-        found = fit_counts(table.without(i), rest, prior, ridge, warm=fitted)
-        one = Table(table.held[i : i + 1], table.work[i : i + 1])
-        misses[i] = np.log(one.predict(found.total)[0] / peaks.default[i])
+        rest = np.arange(len(misses)) != i
+        found = fit_scales(table.part(rest), Peaks(peaks.default[rest], peaks.sequenced[rest]), prior, ridge)
+        misses[i] = np.log(table.part(~rest).predict(found)[0] / peaks.default[i])
     return misses
 
 
@@ -218,7 +204,7 @@ def fit_mode(
     Args:
         rows: measured rows.
         backend: whose graph they ran.
-        prior: what to stay near where the rows say little; another profile's counts, for a table of few rows.
+        prior: what to stay near where the rows say little; another profile's scales, for a table of few rows.
         ridge: how near: a coefficient off by its whole bound costs as much as every row off by ``ridge``.
 
     Returns:
@@ -229,19 +215,34 @@ def fit_mode(
         raise InputError(f"{len(rows)} rows are too few to fit; {MIN_ROWS} is the least")
     table, peaks = tabulate(rows, backend), Peaks.of(rows)
     prior = prior or Fitted.plausible()
-    fitted = fit_counts(table, peaks, prior, ridge)
-    misses = leave_one_out(table, peaks, prior, ridge, fitted)
+    fitted = fit_scales(table, peaks, prior, ridge)
+    misses = leave_one_out(table, peaks, prior, ridge)
     errors = np.expm1(misses)
+    low, high = _band(misses)
     mode = Mode(
-        alive=_named(fitted.alive),
-        in_flight=_named(fitted.in_flight),
+        alive=_named(ALIVE, fitted.alive),
+        in_flight=_named(IN_FLIGHT, fitted.in_flight),
+        sequenced=_rounded(fitted.sequenced),
         rows=len(rows),
         median_error=_rounded(float(np.median(np.abs(errors)))),
         worst_error=_rounded(float(np.abs(errors).max())),
-        low=_rounded(min(1.0, float(np.exp(-misses.max()))) * LOW_MARGIN),
-        high=_rounded(max(1.0, float(np.exp(-misses.min()))) * HIGH_MARGIN),
+        low=low,
+        high=high,
+        bands=_bands(rows, misses),
     )
     return mode, errors
+
+
+def _band(misses: Vector) -> tuple[float, float]:
+    """What multiplies each of these predictions to below and to above what was measured."""
+    low, high = float(np.exp(-misses.max())), float(np.exp(-misses.min()))
+    return _rounded(min(1.0, low) * LOW_MARGIN), _rounded(max(1.0, high) * HIGH_MARGIN)
+
+
+def _bands(rows: Sequence[Row], misses: Vector) -> dict[str, tuple[float, float]]:
+    kinds = np.array([step_kind(row.step) if row.step else "" for row in rows])
+    enough = [kind for kind in sorted(set(kinds)) if (kinds == kind).sum() >= MIN_ROWS]
+    return {kind: _band(misses[kinds == kind]) for kind in enough}
 
 
 @dataclass(frozen=True)
@@ -262,13 +263,14 @@ def fit_profile(
 ) -> Refit:
     """Fits everything a profile holds to measured rows of one backend and MLX version.
 
-    Compiled and eager rows are fitted apart; a way of running with fewer than 8 rows takes the other's counts.
+    Compiled and eager rows are fitted apart; a way of running with fewer than 8 rows
+    takes the prior's scales, or the other way's.
 
     Args:
         profile: its name.
         header: what made the rows; gives backend, MLX version and machine.
         rows: measured rows of the preset GPT; failed rows and named cases are left out.
-        prior: a profile whose counts hold where these rows say little.
+        prior: a profile whose scales hold where these rows say little.
         ridge: how strongly.
 
     Raises:
@@ -282,7 +284,7 @@ def fit_profile(
         own = [row for row in usable if row.step is not None and row.step.compiled == compiled]
         if len(own) < MIN_ROWS:
             continue
-        start = _prior_counts(prior, compiled, header.backend)
+        start = _prior_scales(prior, compiled, header.backend)
         modes[compiled], misses = fit_mode(own, header.backend, start, ridge)
         used += own
         errors += misses.tolist()
@@ -299,8 +301,8 @@ def fit_profile(
         rows=len(used),
         median_error=_rounded(statistics.median(map(abs, errors))),
         worst_error=_rounded(max(map(abs, errors))),
-        compiled=modes.get(True) or modes[False],
-        eager=modes.get(False) or modes[True],
+        compiled=modes.get(True) or _instead(prior, True, header.backend) or modes[False],
+        eager=modes.get(False) or _instead(prior, False, header.backend) or modes[True],
         speed=fit_speed(usable, header.backend),
         cache_bytes=round(statistics.median([row.cache_bytes or 0 for row in used])),
         ranges=_ranges(used),
@@ -308,15 +310,20 @@ def fit_profile(
     return Refit(coefficients, tuple(used), tuple(errors))
 
 
-def _prior_counts(prior: Coefficients | None, compiled: bool, backend: Backend) -> Fitted | None:
-    """Another profile's counts; from another backend only those of the graph, since each has its own window."""
+def _instead(prior: Coefficients | None, compiled: bool, backend: Backend) -> Mode | None:
+    """What the prior knows of a way of running that has too few rows."""
+    return prior.mode(compiled) if prior is not None and prior.backend == backend else None
+
+
+def _prior_scales(prior: Coefficients | None, compiled: bool, backend: Backend) -> Fitted | None:
+    """Another profile's scales; of another backend only those of the graph, since each has its own window."""
     if prior is None:
         return None
-    counts = Fitted.of(prior.mode(compiled))
+    scales = Fitted.of(prior.mode(compiled))
     if prior.backend == backend:
-        return counts
-    window = np.array([BOUNDS[name][3] if name == "window" else 0.0 for name in NAMES])
-    return Fitted(counts.alive, window)
+        return scales
+    window = np.array([start if name == "window" else 0.0 for name, (_, start) in IN_FLIGHT.items()])
+    return Fitted(scales.alive, window, scales.sequenced)
 
 
 def fit_speed(rows: Sequence[Row], backend: Backend) -> Speed:
@@ -357,8 +364,8 @@ def _ranges(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
     return {name: (min(f[name] for f in features), max(f[name] for f in features)) for name in features[0]}
 
 
-def _named(counts: Vector) -> dict[str, float]:
-    return {name: round(float(count), 4) for name, count in zip(NAMES, counts, strict=True)}
+def _named(names: Iterable[str], scales: Vector) -> dict[str, float]:
+    return {name: round(float(scale), 4) for name, scale in zip(names, scales, strict=True)}
 
 
 def _rounded(value: float) -> float:

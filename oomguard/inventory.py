@@ -1,20 +1,24 @@
 """What one training step holds, tensor by tensor, in bytes: whole numbers from shapes, nothing fitted, no MLX.
 
-A step is a sequence of *moments*: the loss, the backward of some block's MLP, of its attention, the update.
-At each, ``held`` is what must be alive (weights, moments, saved tensors, gradients made so far...) and
-``work`` is the size of *one* tensor of each kind the kernels of that moment make and drop. How many of those
-live at once is what ``coefficients.py`` knows; the peak is the largest moment, never a sum of moments.
+A step is a sequence of *moments*. At each, ``held`` is what must be alive (weights, optimizer state, saved
+tensors, gradients made so far...), ``alive`` is what the running kernels make and have not dropped yet, and
+``in_flight`` what they dropped but whose memory is not released yet. The peak is the largest moment, never a
+sum of moments.
 
 Which tensors a block saves was read off the graph MLX differentiates (``mx.export_function``): on the CPU
-``mx.fast.layer_norm`` and ``mx.fast.scaled_dot_product_attention`` are decomposed, so their parts are saved.
+``mx.fast.layer_norm`` and ``mx.fast.scaled_dot_product_attention`` are decomposed, so their parts are saved. How
+many tensors of each size are alive and in flight where a peak can lie is counted by simulating MLX's evaluator
+on that graph (``calibration/count_moments.py`` writes ``data/moments.json``).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal, NamedTuple
+from functools import cache, cached_property
+from importlib import resources
+from typing import Any, Literal, NamedTuple
 
 from oomguard.config import ModelConfig, Segment, StepConfig
 
@@ -39,12 +43,18 @@ CATEGORIES = (
 TOKEN_BYTES = 4  # int32 inputs and targets
 LOSS_BYTES = 4  # logits are cast to float32 for the loss
 STATS_BYTES = 4  # norm statistics are float32
+# These read a gradient again after the parameter is updated (Lion's new moment), or need a norm of the update
+# first, so the evaluation reaches a gradient's last use only when all are made.
+LATE_OPTIMIZERS = ("lion", "adafactor", "muon")
 STATE_COPIES = {"sgd": 1, "adam": 2, "adamw": 2, "lion": 1}
+# Micro-batches in one graph run side by side; of what the kernels of one hold, so much comes on top for each
+# further one (measured: 2 and 4 micro-batches of a small model; where blocks are recomputed, all of it).
+INTERLEAVED = 0.6
+WEIGHT_UNITS = ("matrix", "wide_matrix", "head", "positions")
 # Metal's in-flight window: at most 10 command buffers are open, each committed after 40 kernels or once its
 # distinct inputs pass 40 Mi elements (MLX_MAX_OPS_PER_BUFFER, MLX_MAX_MB_PER_BUFFER; read in MLX's source).
 OPEN_BUFFERS, BUFFER_KERNELS, BUFFER_ELEMENTS = 10, 40, 40 << 20
 BLOCK_KERNELS = 60  # of one block's backward, compiled: counted in the captured graph
-LAG_BLOCKS = 8  # a lag of wide tensors grows up to about this many recomputed blocks, then no more
 
 
 class Saved(NamedTuple):
@@ -59,25 +69,102 @@ class Saved(NamedTuple):
         return self.attention + self.scores + self.mlp
 
 
+Kind = Literal["loss", "last", "inner", "end"]
+Counts = dict[str, float]
+
+
+class Vector(NamedTuple):
+    """Counted tensors at one moment: ``after`` blocks of backward are done; counts by unit of size."""
+
+    after: int
+    alive: Counts
+    in_flight: Counts
+
+
+@cache
+def _tables() -> dict[str, dict[str, dict[str, dict[Kind, list[list[Any]]]]]]:
+    """``data/moments.json``: by way of running and width of the dtype, by what is recomputed, by layers."""
+    text = resources.files("oomguard").joinpath("data/moments.json").read_text()
+    tables: dict[str, Any] = json.loads(text)["moments"]
+    return tables
+
+
+class Counted(NamedTuple):
+    """What was counted on one graph: its layers, and the vectors of each kind of moment."""
+
+    layers: int
+    kinds: dict[Kind, list[Vector]]
+
+
+@cache
+def counted(way: str, regions: tuple[str, ...], n_layers: int, least: int = 1) -> Counted:
+    """Counts of the graph nearest to a model.
+
+    Args:
+        way: ``compiled full``, ``eager half``...: compiled or not, and the width of the dtype.
+        regions: what is recomputed, in falling preference: the first that was counted is taken.
+        n_layers: layers of the model; of those counted the nearest by ratio are taken.
+        least: the fewest layers that show what is asked for.
+    """
+    tables = _tables()[way]
+    sizes = next(tables[region] for region in regions if region in tables)
+    enough = [int(size) for size in sizes if int(size) >= least] or [max(int(size) for size in sizes)]
+    layers = min(enough, key=lambda size: max(size, n_layers) / min(size, n_layers))
+    kinds = sizes[str(layers)]
+    return Counted(layers, {kind: [Vector(*vector) for vector in kinds[kind]] for kind in kinds})
+
+
 @dataclass(frozen=True)
 class Moment:
     """A point of the step where the peak can lie.
 
     Attributes:
-        phase: ``loss``, ``backward``, ``recompute`` or ``update``.
+        kind: ``loss`` (forward and loss), ``last`` (backward of the last block), ``inner`` (of another), ``end``
+            (after the backward).
         block: the block being differentiated; -1 outside the blocks.
         held: bytes that are alive, by category.
-        work: bytes of one tensor of each kind the running kernels make; keys are coefficient names.
+        alive_bytes: bytes the running kernels have made, beside what is held.
+        in_flight_bytes: bytes dropped and not yet released, counted on the CPU.
+        window_bytes: what Metal's open command buffers can hold; 0 on the CPU.
     """
 
-    phase: str
+    kind: Kind
     block: int
     held: dict[str, int]
-    work: dict[str, int]
+    alive_bytes: int
+    in_flight_bytes: int
+    window_bytes: int = 0
 
     @cached_property
     def held_bytes(self) -> int:
         return sum(self.held.values())
+
+
+class Run(NamedTuple):
+    """Blocks ``start`` to ``stop`` (exclusive) in segments of ``size``, all treated alike.
+
+    ``last``: it ends with the model's last block, so the backward begins in it.
+    """
+
+    start: int
+    stop: int
+    size: int
+    region: str
+    last: bool
+
+    def place(self, after: int, layers: int) -> int | None:
+        """The block that corresponds to one of a counted graph, where ``after`` of ``layers`` blocks are done.
+
+        Segments are counted from the end, and the place within a segment is kept.
+        """
+        after = after if self.last else after - 1
+        segments = -(-(self.stop - self.start) // self.size)
+        segment = max(0, segments - 1 - max(0, after) // self.size)
+        first = self.start + segment * self.size
+        if self.size == 1:
+            return first
+        offset = (layers - 1 - after) % self.size
+        return min(first + offset, self.stop - 1)
 
 
 class Inventory:
@@ -119,7 +206,9 @@ class Inventory:
             return (matrices + 2 * (model.params - matrices)) * item
         sides = layers * (4 * 2 * d + 2 * (d + m)) + (model.vocab_size + d) + (model.context + d)
         embeddings = (model.vocab_size + model.context) * d
-        return (sides + model.params - matrices - embeddings) * item  # adafactor: rows and columns of a matrix
+        return (
+            sides + model.params - matrices - embeddings
+        ) * item  # adafactor: rows and columns of a matrix
 
     # -- what the forward saves -----------------------------------------------------------------------
 
@@ -139,8 +228,9 @@ class Inventory:
         and the wide tensor before GELU, scaled, inside (1 + erf) and after.
         """
         dropout = self.stream_bytes if self.model.dropout else 0
+        mask = self.step.seq_len**2  # the causal mask, one byte each
         return Saved(
-            attention=self.norm_saved_bytes + 4 * self.stream_bytes + dropout,
+            attention=self.norm_saved_bytes + 4 * self.stream_bytes + dropout + mask,
             scores=self.scores_bytes,
             mlp=self.norm_saved_bytes + 4 * self.wide_bytes + dropout,
         )
@@ -180,57 +270,62 @@ class Inventory:
         """
         return Saved(attention=self.norm_saved_bytes + 3 * self.stream_bytes, scores=self.scores_bytes, mlp=0)
 
-    # -- the moments ----------------------------------------------------------------------------------
+    # -- what is held, and when ------------------------------------------------------------------------
 
-    def moments(self) -> Iterator[Moment]:
-        """Every moment where the peak can lie. Between those listed the bytes held change linearly."""
-        for moment in self._graph_moments():
-            if self.backend != "cpu":
-                moment.work["window"] = self.window_bytes
-            yield moment
+    def held_in_forward(self) -> dict[str, int]:
+        """Alive when the forward is done: what every block keeps, and the inputs of the segments."""
+        return self._base() | {"gradients": self._gradients(0)} | self._saved_below(self.model.n_layers)
 
-    def _graph_moments(self) -> Iterator[Moment]:
-        yield self._loss()
-        for block in self._blocks_to_check():
-            yield from self._backward(block)
-        yield self._update()
+    def held_before(self, block: int) -> dict[str, int]:
+        """Alive while the backward is in ``block``, without what it recomputes of that block itself."""
+        segment = self._segment_of(block)
+        whole = segment is not None and segment.region == "block"
+        held = self._base() | self._saved_below(segment.start if whole and segment else block + 1)
+        after = self.model.n_layers - 1 - block
+        held["gradients"] = self._gradients(self.head_weights_bytes + after * self.block_weights_bytes)
+        held["recompute"] = self.lag_bytes * self._recomputed_after(block)
+        if whole and segment:
+            held["segment_inputs"] += self.stream_bytes
+            others = (block - segment.start) * (1 + self._waiting)
+            held["recompute"] += others * self.block_saved.total
+        return held
+
+    def held_at_end(self) -> dict[str, int]:
+        """Alive when the backward is done. Lion's new moments stand beside the parameters' old ones here."""
+        gradients = self._gradients(self.weights_bytes)
+        if self.step.clip_norm and not self.step.compiled and self.step.accumulate == 1:
+            gradients = 0
+        if self.step.optimizer == "lion":
+            gradients += self.weights_bytes
+        return self._base() | {"gradients": gradients}
 
     def _base(self) -> dict[str, int]:
-        held = {
+        return {
             "weights": self.weights_bytes,
             "optimizer_state": self.optimizer_state_bytes,
             "batch": self.batch_bytes,
         }
-        if self.step.accumulate > 1:
-            held["gradients"] = self.weights_bytes
-        return held
 
-    def _add_saved(self, held: dict[str, int], below: int) -> None:
-        """Adds what the blocks before ``below`` keep, and the inputs of their segments."""
+    def _saved_below(self, below: int) -> dict[str, int]:
+        """What the blocks before ``below`` keep, and the inputs of their segments."""
         kept = self.kept[:below]
-        held["saved_tensors"] = sum(saved.attention + saved.mlp for saved in kept)
-        held["attention_scores"] = sum(saved.scores for saved in kept)
-        held["segment_inputs"] = self.stream_bytes * sum(
-            1 for segment in self.segments if segment.region == "block" and segment.start < below
-        )
-        if not self.step.evaluate_micro_steps and self.step.accumulate > 1:
-            waiting = self.step.accumulate - 1
-            whole = self.kept
-            held["saved_tensors"] += waiting * sum(saved.attention + saved.mlp for saved in whole)
-            held["attention_scores"] += waiting * sum(saved.scores for saved in whole)
+        saved = sum(saved.attention + saved.mlp for saved in kept)
+        scores = sum(saved.scores for saved in kept)
+        starts = sum(1 for segment in self.segments if segment.region == "block" and segment.start < below)
+        if self._waiting:
+            saved += self._waiting * sum(saved.attention + saved.mlp for saved in self.kept)
+            scores += self._waiting * sum(saved.scores for saved in self.kept)
+            starts *= self.step.accumulate
+        return {
+            "saved_tensors": saved,
+            "attention_scores": scores,
+            "segment_inputs": self.stream_bytes * starts,
+        }
 
-    def _loss(self) -> Moment:
-        held = self._base()
-        self._add_saved(held, self.model.n_layers)
-        return Moment("loss", -1, held, {"logits": self.logits_bytes, "head_stream": self.stream_bytes})
-
-    def _blocks_to_check(self) -> list[int]:
-        """First and last block, and both ends of the first and last segment of a kind and of what follows it."""
-        last = self.model.n_layers - 1
-        blocks = {0, last}
-        for segment in self.segments[:1] + self.segments[-1:]:
-            blocks |= {segment.start, segment.stop - 1, min(segment.stop, last)}
-        return sorted(blocks)
+    @property
+    def _waiting(self) -> int:
+        """Micro-batches beside the current one whose tensors are alive: all, where one graph holds them."""
+        return 0 if self.step.evaluate_micro_steps else self.step.accumulate - 1
 
     def _segment_of(self, block: int) -> Segment | None:
         for segment in self.segments:
@@ -238,70 +333,139 @@ class Inventory:
                 return segment
         return None
 
-    def _backward(self, block: int) -> Iterator[Moment]:
-        segment = self._segment_of(block)
-        held = self._base()
-        region = segment.region if segment else None
-        self._add_saved(held, block if region != "block" or segment is None else segment.start)
-        held["gradients"] = held.get("gradients", 0) + self._gradients_made(block)
-        saved = self.block_saved
-        remade = 0
-        if region == "block" and segment is not None:
-            held["segment_inputs"] += self.stream_bytes
-            remade = (block - segment.start) * saved.total
-        live = "recompute" if region == "block" else "saved_tensors"
-        scores = "recompute" if region else "attention_scores"
+    @cached_property
+    def lag_bytes(self) -> int:
+        """What each recomputed block leaves behind until the update, because its weight gradients come late.
 
-        mlp = dict(held)
-        mlp[live] = mlp.get(live, 0) + remade + saved.attention + saved.mlp
-        if region != "attention":
-            mlp[scores] = mlp.get(scores, 0) + saved.scores
-        work = {"mlp_stream": self.stream_bytes, "mlp_wide": self.wide_bytes, "block_weights": self.block_weights_bytes}
-        if block == self.model.n_layers - 1:
-            work["head_logits"] = self.logits_bytes
-        if region:
-            work |= self._recompute_work()
-        yield Moment("backward", block, mlp, work)
-
-        attention = dict(held)
-        attention[live] = attention.get(live, 0) + remade + saved.attention
-        attention[scores] = attention.get(scores, 0) + saved.scores
-        work = {
-            "attention_stream": self.stream_bytes,
-            "attention_scores": self.scores_bytes,
-            "block_weights": self.block_weights_bytes,
-        }
-        if region:
-            work |= self._recompute_work()
-        yield Moment("backward", block, attention, work)
-
-    def _recompute_work(self) -> dict[str, int]:
-        """Recomputed tensors that wait for their weight gradients.
-
-        Evaluation goes breadth-first, at most 20 arrays wide (``MLX_BFS_MAX_WIDTH``), so products that lead
-        straight to an output lag behind the chain of the backward by a bounded number of blocks.
+        A weight gradient is a product of a saved tensor and a cotangent. Evaluation goes breadth-first from the
+        outputs, so where something stands between gradient and parameter (Muon's iteration, the norm that
+        clipping needs) all those products wait for it, and keep their operands: of the six matrices 8 streams and
+        2 wide tensors, and under clipping those of norms and biases. A compiled step clips later and keeps less.
         """
-        blocks = sum(len(segment) for segment in self.segments)
+        if not any(segment.region == "block" for segment in self.segments):
+            return 0
+        graphs = 1 + self._waiting
+        if self.step.clip_norm and not self.step.compiled:
+            return graphs * (13 * self.stream_bytes + 2 * self.wide_bytes)
+        if self.step.optimizer == "muon":
+            return graphs * (8 * self.stream_bytes + 2 * self.wide_bytes)
+        return 6 * self.stream_bytes if self.step.clip_norm else 0
+
+    def _recomputed_after(self, block: int) -> int:
+        """Recomputed blocks whose backward is done when it reaches ``block``."""
+        return sum(
+            max(0, segment.stop - max(segment.start, block + 1))
+            for segment in self.segments
+            if segment.region == "block"
+        )
+
+    def _gradients(self, made: int) -> int:
+        """Gradients alive once ``made`` bytes of them are complete.
+
+        The update takes a gradient as soon as it is complete, so the few that are alive count as what kernels
+        have just made. All made so far are kept when clipping needs the norm of all, or the optimizer's last use
+        of them is late. The sum of earlier micro-batches is kept whole; new
+        gradients are added to it in place.
+        """
+        if self.step.accumulate > 1 and self.step.evaluate_micro_steps:
+            return self.weights_bytes
+        return made if self.step.clip_norm or self.step.optimizer in LATE_OPTIMIZERS else 0
+
+    # -- the moments ----------------------------------------------------------------------------------
+
+    def moments(self) -> Iterator[Moment]:
+        """Every moment where the peak can lie. Between those listed the bytes held change linearly."""
+        last = self.model.n_layers - 1
+        top = self._counted(self._region_of(last)).kinds
+        yield from self._moments("loss", -1, self.held_in_forward(), top["loss"])
+        yield from self._moments("last", last, self.held_before(last), top["last"])
+        for run in self._runs():
+            found = self._counted(run.region)
+            for vector in found.kinds["inner"]:
+                block = run.place(vector.after, found.layers)
+                if block is not None and block < last:
+                    yield from self._moments("inner", block, self.held_before(block), [vector])
+        yield from self._moments("end", -1, self.held_at_end(), self._end_vectors())
+
+    def _moments(
+        self, kind: Kind, block: int, held: dict[str, int], vectors: list[Vector]
+    ) -> Iterator[Moment]:
+        whole = block >= 0 and self._region_of(block) not in ("none", "attention")
+        graphs = 1 + self._waiting * (1.0 if whole else INTERLEAVED)
+        window = 0 if self.backend == "cpu" else self.window_bytes
+        for vector in vectors:
+            alive = self._sized(vector.alive, graphs)
+            yield Moment(kind, block, held, alive, self._sized(vector.in_flight), window)
+
+    def _sized(self, counts: Counts, graphs: float = 1) -> int:
+        """Bytes of counted tensors; what is not of the parameters is there once for every graph side by side."""
+        units = self.units
+        total = 0.0
+        for name, count in counts.items():
+            total += count * units[name] * (1 if name in WEIGHT_UNITS else graphs)
+        return int(total)
+
+    @cached_property
+    def units(self) -> dict[str, int]:
+        """Bytes of one tensor of each size a step has."""
+        model, step, item = self.model, self.step, self.step.item_bytes
+        d, m = model.d_model, model.d_mlp
         return {
-            "recomputed_stream": self.stream_bytes,
-            "recomputed_wide": self.wide_bytes * min(blocks, LAG_BLOCKS) // LAG_BLOCKS,
+            "stream": self.stream_bytes,
+            "wide": self.wide_bytes,
+            "scores": self.scores_bytes,
+            "logits": self.logits_bytes,
+            "token_stats": self.tokens * STATS_BYTES,
+            "score_stats": step.batch * model.n_heads * step.seq_len * item,
+            "matrix": d * d * item,
+            "wide_matrix": d * m * item,
+            "head": self.head_weights_bytes,
+            "positions": model.context * d * item,
+            "mask": step.seq_len**2,
         }
 
-    def _gradients_made(self, block: int) -> int:
-        """Gradients alive when the backward reaches ``block``: the update takes each as soon as it is complete.
+    def _region_of(self, block: int) -> str:
+        segment = self._segment_of(block)
+        if segment is None:
+            return "none"
+        if self.step.checkpoint.policy == "custom_function":
+            return "custom_function"
+        return segment.region if len(segment) == 1 else f"segment {len(segment)}"
 
-        The embedding's is complete only at the end, since the head shares it. Clipping needs the norm of all,
-        so all are kept.
-        """
-        if not self.step.clip_norm:
-            return self.head_weights_bytes
-        return self.head_weights_bytes + (self.model.n_layers - 1 - block) * self.block_weights_bytes
+    def _runs(self) -> list[Run]:
+        """Stretches of blocks treated alike."""
+        layers = self.model.n_layers
+        covered = self.segments[-1].stop if self.segments else 0
+        size = len(self.segments[0]) if self.segments else 1
+        runs = [Run(0, covered, size, self._region_of(0), covered == layers)] if covered else []
+        if covered < layers:
+            runs.append(Run(covered, layers, 1, "none", True))
+        return runs
 
-    def _update(self) -> Moment:
-        held = self._base()
-        made = self.weights_bytes if self.step.clip_norm else self.head_weights_bytes
-        held["gradients"] = held.get("gradients", 0) + made
-        return Moment("update", -1, held, {f"update_{self.step.optimizer}": self.block_weights_bytes})
+    def _counted(self, region: str) -> Counted:
+        """The counts for a region, with segments as long and an update that orders alike, if those were counted."""
+        regions, least = [region], 1
+        if region.startswith("segment"):
+            size = int(region.split()[1])
+            regions += [f"segment {k}" for k in (4, 3, 2) if k < size]
+            least = 2 * size
+        regions.insert(0, f"{region}, {self._variant}")
+        compiled = (
+            self.step.compiled and not self._waiting
+        )  # micro-batches in one graph undo compiling's order
+        width = "full" if self.step.item_bytes == 4 else "half"
+        way = f"{'compiled' if compiled else 'eager'} {width}"
+        return counted(way, tuple(regions), self.model.n_layers, least)
+
+    def _end_vectors(self) -> list[Vector]:
+        run = "compiled" if self.step.compiled else "eager"
+        regions = (f"none, {self._variant}", "none")
+        return counted(f"{run} full", regions, self.model.n_layers).kinds["end"]
+
+    @property
+    def _variant(self) -> str:
+        """What of the update changes the order of evaluation."""
+        return "clip" if self.step.clip_norm else self.step.optimizer
 
     # -- single tensors and traffic --------------------------------------------------------------------
 
@@ -309,9 +473,15 @@ class Inventory:
     def largest_tensor_bytes(self) -> int:
         """The largest single buffer, to hold against the largest the device can make."""
         model = self.model
-        matrix = max(model.vocab_size * model.d_model, model.context * model.d_model, model.d_model * model.d_mlp)
+        matrix = max(
+            model.vocab_size * model.d_model, model.context * model.d_model, model.d_model * model.d_mlp
+        )
         return max(
-            self.scores_bytes, self.wide_bytes, self.logits_bytes, self.stream_bytes, matrix * self.step.item_bytes
+            self.scores_bytes,
+            self.wide_bytes,
+            self.logits_bytes,
+            self.stream_bytes,
+            matrix * self.step.item_bytes,
         )
 
     @cached_property

@@ -51,6 +51,7 @@ from oomguard.units import MIB, format_bytes, round_up
 if TYPE_CHECKING:
     from oomguard.coefficients import Coefficients
 
+MUCH_SMALLER = 4  # a batch this many times smaller that is as fast is chosen instead
 NO_GAIN = 0.03  # a larger batch that adds less than this to the tokens/s buys nothing
 MOST_TRACES = 12  # a trace takes a second or so; the choice and its neighbours need two to five
 
@@ -87,7 +88,8 @@ class Plan:
     Attributes:
         candidates: the best of each kind of checkpointing, the fastest first, those that do not fit last.
         next_up: the choice with the next larger batch, which does not fit.
-        as_fast_from: the smallest batch that has the choice's tokens/s but for ``NO_GAIN``.
+        ceiling: the choice's policy at the largest batch that fits. The choice is a smaller one where that has
+            the same tokens/s but for ``NO_GAIN``: a batch several times as large that buys nothing is no pick.
         smallest: when nothing fits, the setting that needs least; it fits only if the request ruled it out.
         largest: the largest batch that any of the allowed policies allows.
         reliefs: when nothing fits, changes that would make it fit, as options, with what they give.
@@ -100,7 +102,7 @@ class Plan:
     choice: Candidate | None
     candidates: tuple[Candidate, ...]
     next_up: Candidate | None = None
-    as_fast_from: Candidate | None = None
+    ceiling: Candidate | None = None
     tradeoff: Tradeoff | None = None
     largest: Candidate | None = None
     smallest: Candidate | None = None
@@ -268,7 +270,9 @@ def answer(
         smallest, reliefs = _what_would_fit(request, device, budget, estimator, candidates)
         found = replace(found, smallest=smallest, reliefs=reliefs)
     else:
-        found = replace(found, **_around(search, choice, candidates))
+        found = replace(found, ceiling=choice, **_around(search, choice, candidates))
+        if request.batch is None and request.target_batch is None:
+            found = replace(found, choice=_no_larger_than_needed(search, choice))
     shown = _shown(found, candidates)
     return replace(found, candidates=shown, warnings=_warnings(found, warnings))
 
@@ -320,7 +324,7 @@ def _candidates(search: Search, request: Request) -> list[Candidate]:
 
 
 def _around(search: Search, choice: Candidate, candidates: list[Candidate]) -> dict[str, Any]:
-    """What surrounds the choice: the next rung up, where the tokens/s level off, the two ends."""
+    """What surrounds the choice: the next rung up, and the two ends."""
     n_layers = search.model.n_layers
     above = search.above(choice)
     if above is not None:  # traced, where a trace has confirmed the choice
@@ -336,9 +340,14 @@ def _around(search: Search, choice: Candidate, candidates: list[Candidate]) -> d
         tradeoff = Tradeoff(plain, every, slowdown)
     return {
         "next_up": above if above is not None and not above.fits else None,
-        "as_fast_from": search.smallest_as_fast(choice, 1 - NO_GAIN),
         "tradeoff": tradeoff,
     }
+
+
+def _no_larger_than_needed(search: Search, choice: Candidate) -> Candidate:
+    """The choice, or a much smaller batch that is as fast."""
+    smaller = search.smallest_as_fast(choice, 1 - NO_GAIN)
+    return smaller if smaller.batch * MUCH_SMALLER <= choice.batch and smaller.fits else choice
 
 
 def _what_would_fit(

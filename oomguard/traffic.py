@@ -45,4 +45,7 @@ def step_traffic_bytes(inventory: Inventory) -> int:
         len(segment) * (saved.scores if segment.region == "attention" else saved.total) // 2
         for segment in inventory.segments
     )
-    return step.accumulate * KERNELS_PER_SAVED_BYTE * micro + UPDATE_PASSES[step.optimizer] * inventory.weights_bytes
+    return (
+        step.accumulate * KERNELS_PER_SAVED_BYTE * micro
+        + UPDATE_PASSES[step.optimizer] * inventory.weights_bytes
+    )

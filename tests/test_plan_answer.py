@@ -129,12 +129,21 @@ def test_largest_of_the_shorter_contexts_that_fit_is_named() -> None:
     assert shorter == ["--ctx 64"]
 
 
-def test_speed_levels_off_is_said_with_a_smaller_batch() -> None:
+def test_a_batch_that_buys_nothing_is_not_chosen() -> None:
     found = ask(request(checkpoint=NO_CHECKPOINT, memory_bytes=4 * GIB))
     assert found.choice is not None
-    assert found.as_fast_from is not None
-    assert found.as_fast_from.batch < found.choice.batch // 2
-    assert found.as_fast_from.tokens_per_second >= 0.97 * found.choice.tokens_per_second
+    assert found.ceiling is not None
+    assert found.largest is not None
+    assert found.choice.fits
+    assert found.choice.batch <= found.ceiling.batch // 4
+    assert found.largest.batch == found.ceiling.batch
+    assert found.choice.tokens_per_second >= 0.97 * found.ceiling.tokens_per_second
+
+
+def test_a_batch_that_was_asked_for_is_not_made_smaller() -> None:
+    found = ask(request(checkpoint=NO_CHECKPOINT, memory_bytes=4 * GIB, batch=100))
+    assert found.choice is not None
+    assert found.choice.batch == 100
 
 
 def test_tradeoff_compares_the_ends_at_one_batch() -> None:

@@ -76,7 +76,7 @@ def test_command_to_run_names_what_differs_from_the_defaults() -> None:
 
 def test_text_of_a_large_batch_says_that_it_buys_nothing() -> None:
     words = " ".join(plan_text(found(checkpoint=CheckpointPolicy(), memory_bytes=4 * GIB)).split())
-    assert "A larger batch buys nothing here: batch" in words
+    assert "A larger batch buys nothing here: up to batch" in words
 
 
 def test_text_of_a_tensor_that_is_too_large_names_the_largest_buffer() -> None:

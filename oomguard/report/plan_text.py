@@ -90,12 +90,12 @@ def _why(plan: Plan, choice: Candidate) -> Iterator[str]:
     if plan.next_up is not None:
         above = plan.next_up
         yield f"Next up: {say_batch(above.step)} with {say_policy(above.policy, n_layers)} {_excess(above)}."
-    slow = plan.as_fast_from
-    if slow is not None and slow.batch <= choice.batch // 2:
-        share = slow.tokens_per_second / choice.tokens_per_second
+    top = plan.ceiling
+    if top is not None and top.batch > choice.batch:
+        share = choice.tokens_per_second / top.tokens_per_second
         yield (
-            f"A larger batch buys nothing here: {say_batch(slow.step)} already has {share:.0%} of these "
-            f"tokens/s, with a peak of {format_bytes(slow.peak_bytes)}."
+            f"A larger batch buys nothing here: up to {say_batch(top.step)} fits, and {say_batch(choice.step)} "
+            f"already has {share:.0%} of its tokens/s."
         )
 
 

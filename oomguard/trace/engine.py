@@ -171,8 +171,8 @@ def counted_timelines(captured: Capture) -> tuple[list[int], list[int], list[Mom
     if captured.compiled:
         compile_graph(graph)
     program = Program(graph, CPU)
-    alone = _Steps(program, None, ImmediateQueue()).step()
-    default = _Steps(program, None, None)
+    alone = _Steps(program, None, ImmediateQueue(), Surroundings()).step()
+    default = _Steps(program, None, None, Surroundings())
     runs = [default.step().high for _ in range(1 + STEADY_STEPS)][1:]
     steady = [median_low(values) for values in zip(*runs, strict=True)]
     return alone.high, steady, [_moment(program, index) for index in range(len(program.evaluations[0]))]

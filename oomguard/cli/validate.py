@@ -1,0 +1,65 @@
+"""``oomguard validate``: predicted beside measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from oomguard.cli.options import wants_colour
+from oomguard.coefficients import Coefficients, read_coefficients, shipped
+from oomguard.errors import InputError
+from oomguard.rows import Row, read_rows, shipped_row_files
+
+
+@click.command("validate", short_help="Predicted beside measured, for every shipped row.")
+@click.option("--backend", type=click.Choice(["cpu", "metal"]), help="Only this backend's rows.")
+@click.option(
+    "--rows", "rows_file", type=click.Path(path_type=Path), help="Measured rows of your own instead."
+)
+@click.option(
+    "--coefficients",
+    "coefficients_file",
+    type=click.Path(path_type=Path),
+    help="A coefficients file of your own.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, schema oomguard.validation/1.")
+def command(
+    backend: str | None, rows_file: Path | None, coefficients_file: Path | None, as_json: bool
+) -> int:
+    """Print what is predicted beside what was measured, for every shipped row, with
+    the median and worst error and the bounds they must keep.
+
+    "leave-one-out" predicts each row by a fit that never saw it. Exit status 1
+    when a bound is missed.
+    """
+    from oomguard.report.validate_text import validation_json, validation_text
+    from oomguard.validate import validate
+
+    validations = [
+        validate(coefficients, rows)
+        for coefficients, rows in _what_to_hold(backend, rows_file, coefficients_file)
+    ]
+    if as_json:
+        click.echo(json.dumps(validation_json(validations), indent=2))
+    else:
+        click.echo("\n\n".join(validation_text(validation, wants_colour()) for validation in validations))
+    return 1 if any(validation.problems for validation in validations) else 0
+
+
+def _what_to_hold(
+    backend: str | None, rows_file: Path | None, coefficients_file: Path | None
+) -> list[tuple[Coefficients, list[Row]]]:
+    own = None if coefficients_file is None else read_coefficients(coefficients_file)
+    found = []
+    for path in [rows_file] if rows_file else shipped_row_files():
+        header, rows = read_rows(path)
+        if (backend and header.backend != backend) or (own and own.backend != header.backend):
+            continue
+        usable = [row for row in rows if row.model and row.step and row.peak_bytes]
+        if usable:
+            found.append((own or shipped(header.backend), usable))
+    if not found:
+        raise InputError("no rows to validate: none of that backend was measured")
+    return found

@@ -1,0 +1,91 @@
+"""This machine's own calibration: rows measured here, and the coefficients fitted to them.
+
+A calibration directory holds ``rows.jsonl`` (from ``oomguard calibrate`` and from training runs) and
+``coefficients-BACKEND.json``, fitted beside the shipped profile, which holds where the local rows say little.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from oomguard.coefficients import Coefficients, local_path, local_rows_path, shipped
+from oomguard.errors import InputError
+from oomguard.rows import Header, Row, append_row, read_rows
+
+LOCAL_RIDGE = 0.01
+MIN_LOCAL_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What became of a row: where it was kept, how many there are, the new fit if there were enough."""
+
+    rows_path: Path
+    rows: int
+    coefficients: Coefficients | None
+
+
+def learn(header: Header, row: Row) -> Learnt:
+    """Adds a row to the local calibration, and fits again once there are enough.
+
+    Raises:
+        InputError: the local row file is damaged.
+        OSError: the row cannot be written.
+    """
+    path = local_rows_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    append_row(path, header, row)
+    rows = comparable(read_rows(path)[1], header)
+    if max(_count(rows, True), _count(rows, False)) < MIN_LOCAL_ROWS:
+        return Learnt(path, len(rows), None)
+    return Learnt(path, len(rows), fit_local(header, rows))
+
+
+def comparable(rows: Sequence[Row], header: Header) -> list[Row]:
+    """The latest row of each configuration that ran on the same backend, MLX version and machine."""
+    same = {
+        row.key: row
+        for row in rows
+        if row.status == "ok"
+        and (row.backend, row.mlx, row.machine) == (header.backend, header.mlx, header.machine)
+    }
+    return [row for row in same.values() if row.model and row.step and row.peak_bytes]
+
+
+def _count(rows: Sequence[Row], compiled: bool) -> int:
+    return sum(1 for row in rows if row.step is not None and row.step.compiled == compiled)
+
+
+def fit_local(header: Header, rows: Sequence[Row]) -> Coefficients:
+    """Fits rows of this machine beside the shipped profile and keeps the result for every later plan.
+
+    Raises:
+        InputError: too few rows, or the file cannot be written.
+    """
+    from oomguard.fit import fit_profile
+
+    found = fit_profile("local", header, rows, prior=shipped(header.backend), ridge=LOCAL_RIDGE).coefficients
+    write_coefficients(found, local_path(header.backend))
+    return found
+
+
+def write_coefficients(coefficients: Coefficients, path: Path) -> None:
+    """Writes a coefficients file whole, or leaves what was there.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    text = coefficients.model_dump_json(by_alias=True, indent=1) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(file.name).replace(path)
+    except OSError as error:
+        raise InputError(f"cannot write coefficients {path}: {error.strerror}") from error

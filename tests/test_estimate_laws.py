@@ -1,0 +1,108 @@
+"""Laws of the estimate, for every shape: what a person would be astonished to see broken."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oomguard.coefficients import shipped
+from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
+from oomguard.errors import InputError
+from oomguard.estimate import Estimate, estimate
+from oomguard.presets import presets
+
+BACKENDS = st.sampled_from(["cpu", "metal"])
+POLICIES = st.sampled_from(
+    ["none", "every", "stride=2", "stride=sqrt", "blocks=2", "attention", "custom_function"]
+).map(CheckpointPolicy.parse)
+MODELS = st.sampled_from(list(presets().values()))
+DTYPES = st.sampled_from(["float32", "bfloat16"])
+
+
+def peak(model: ModelConfig, step: StepConfig, backend: str) -> Estimate:
+    return estimate(model, step, shipped(backend))
+
+
+@given(MODELS, POLICIES, BACKENDS, st.integers(1, 64), DTYPES, st.booleans())
+def test_peak_never_falls_when_batch_grows(
+    model: ModelConfig, policy: CheckpointPolicy, backend: str, batch: int, dtype: str, compiled: bool
+) -> None:
+    step = StepConfig(batch=batch, seq_len=model.context, checkpoint=policy, dtype=dtype, compiled=compiled)
+    assert peak(model, step, backend).peak_bytes <= peak(model, step.but(batch=batch + 1), backend).peak_bytes
+
+
+@given(MODELS, POLICIES, BACKENDS, st.integers(2, 128))
+def test_peak_never_falls_when_sequences_grow(
+    model: ModelConfig, policy: CheckpointPolicy, backend: str, seq_len: int
+) -> None:
+    step = StepConfig(batch=4, seq_len=seq_len, checkpoint=policy)
+    assert (
+        peak(model, step.but(seq_len=seq_len - 1), backend).peak_bytes
+        <= peak(model, step, backend).peak_bytes
+    )
+
+
+@given(MODELS, POLICIES, BACKENDS, st.integers(1, 32), DTYPES)
+def test_breakdown_sums_to_peak(
+    model: ModelConfig, policy: CheckpointPolicy, backend: str, batch: int, dtype: str
+) -> None:
+    found = peak(
+        model, StepConfig(batch=batch, seq_len=model.context, checkpoint=policy, dtype=dtype), backend
+    )
+    assert sum(found.breakdown.values()) == found.peak_bytes
+    assert all(size > 0 for size in found.breakdown.values())
+    assert found.peak_bytes == max(found.phases.values())
+    assert found.low_bytes <= found.peak_bytes <= found.high_bytes
+    assert found.sequenced_peak_bytes <= found.peak_bytes <= found.footprint_bytes
+
+
+@given(MODELS, BACKENDS, st.integers(2, 32))
+def test_recomputing_more_blocks_never_raises_the_peak_of_a_large_batch(
+    model: ModelConfig, backend: str, batch: int
+) -> None:
+    step = StepConfig(batch=8 * batch, seq_len=model.context)
+    none = peak(model, step, backend).peak_bytes
+    half = peak(
+        model, step.but(checkpoint=CheckpointPolicy(policy="blocks", blocks=model.n_layers // 2)), backend
+    ).peak_bytes
+    every = peak(model, step.but(checkpoint=CheckpointPolicy(policy="every")), backend).peak_bytes
+    assert every <= half <= none
+
+
+@given(MODELS, st.sampled_from(["every", "attention", "stride=2"]), st.integers(1, 16))
+def test_recompute_costs_time(model: ModelConfig, policy: str, batch: int) -> None:
+    step = StepConfig(batch=batch, seq_len=model.context)
+    slower = step.but(checkpoint=CheckpointPolicy.parse(policy))
+    assert peak(model, slower, "cpu").step_seconds > peak(model, step, "cpu").step_seconds
+
+
+def test_accumulation_costs_the_sum_of_the_gradients_and_time() -> None:
+    model = presets()["huge"]
+    one, four = (peak(model, StepConfig(batch=2, seq_len=256, accumulate=n), "cpu") for n in (1, 4))
+    assert four.peak_bytes - one.peak_bytes == pytest.approx(model.params * 4, rel=0.05)
+    assert four.step_seconds > 3 * one.step_seconds
+
+
+def test_a_sequence_longer_than_the_context_is_refused() -> None:
+    with pytest.raises(InputError, match="sequence length 4096 is longer than tiny's context 128"):
+        estimate(presets()["tiny"], StepConfig(batch=1, seq_len=4096))
+
+
+def test_an_estimate_outside_the_fitted_range_says_so() -> None:
+    found = peak(presets()["titan"], StepConfig(batch=64, seq_len=1024), "metal")
+    assert any("parameters 1.36G is above what was measured" in warning for warning in found.warnings)
+    inside = peak(presets()["behemoth"], StepConfig(batch=2, seq_len=1024), "metal")
+    assert inside.warnings == ()
+
+
+def test_an_estimate_imports_neither_mlx_nor_numpy_nor_scipy() -> None:
+    code = (
+        "import sys; from oomguard.estimate import estimate; from oomguard.presets import preset;"
+        "from oomguard.config import StepConfig; estimate(preset('behemoth'), StepConfig(batch=1, seq_len=1024));"
+        "print([name for name in ('mlx', 'numpy', 'scipy') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
