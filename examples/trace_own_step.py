@@ -3,8 +3,8 @@
     oomguard trace examples/trace_own_step.py:build --compare every --budget 1GiB
     oomguard trace examples/trace_own_step.py:build --html step.html
 
-The command calls ``build`` and traces what it returns: the step as your training loop calls it, the arguments of
-one call, and what the step updates. Nothing here is evaluated, so the model could be of any size.
+The command calls ``build`` and traces what it returns: the step as your training loop calls it, the arguments
+of one call, and what the step updates. Nothing here is evaluated, so the model could be of any size.
 """
 
 from __future__ import annotations

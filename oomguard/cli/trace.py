@@ -25,13 +25,12 @@ from oomguard.cli.options import (
     wants_colour,
 )
 from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig, check_seq_len
-from oomguard.errors import InputError
+from oomguard.errors import InputError, TraceError
 from oomguard.units import parse_bytes
 
 if TYPE_CHECKING:
-    from oomguard.report.trace_report import LabelledTrace, TraceReport
-    from oomguard.trace.capture import Capture
-    from oomguard.trace.engine import Rewrite
+    from oomguard.report.trace_report import TraceReport
+    from oomguard.trace.graph import Graph
     from oomguard.trace.result import TraceResult
 
 WITHIN, OVER = 0, 1
@@ -133,21 +132,17 @@ class Subject:
 
     Attributes:
         title, settings: what it is and how, in words.
-        capture: captures each call that an update makes; given kinds of regions, marks them.
-        compiled: simulate with or without ``mx.compile``; None as the step is.
-        label, about: the checkpoint policy it is under.
-        under: captures the same step built under another policy; None where the graph has to be rewritten.
-        blocks: how many the model has, where that is known.
+        trace: simulates it as it is.
+        under: simulates it under another checkpoint policy, and says that policy in words.
+        label, about: the policy it is under.
     """
 
     title: str
     settings: str
-    capture: Callable[[frozenset[str]], list[Capture]]
-    compiled: bool | None = None
+    trace: Callable[[], TraceResult]
+    under: Callable[[CheckpointPolicy], tuple[str, TraceResult]]
     label: str = AS_WRITTEN
     about: str = AS_WRITTEN
-    under: Callable[[CheckpointPolicy], list[Capture]] | None = None
-    blocks: int = 0
 
 
 def _subject(ctx: click.Context, options: dict[str, Any]) -> Subject:
@@ -159,12 +154,13 @@ def _subject(ctx: click.Context, options: dict[str, Any]) -> Subject:
         raise InputError(f"{named[0]} and {named[1]} both say what to trace; give one of them")
     if not named:
         raise InputError("nothing to trace: give FILE.py:FUNCTION, --preset, --config or --case")
+    limit = 0 if options["sequenced"] else options["memory_limit"]
     if target is None and case is None:
-        return _gpt(chosen_model(preset, config), options)
+        return _gpt(chosen_model(preset, config), options, limit)
     _refuse_description(ctx, named[0])
     asked = ctx.get_parameter_source("compiled") is not ParameterSource.DEFAULT
-    compiled = options["compiled"] if asked else None
-    return _case(case, compiled) if case is not None else _function(target, compiled)
+    how = {"compiled": options["compiled"] if asked else None, "memory_limit": limit}
+    return _case(case, how) if case is not None else _function(target, how)
 
 
 def _refuse_description(ctx: click.Context, name: str) -> None:
@@ -174,7 +170,8 @@ def _refuse_description(ctx: click.Context, name: str) -> None:
             raise InputError(f"{name} is a step already; {option.opts[0]} cannot stand beside it")
 
 
-def _gpt(model: ModelConfig, options: dict[str, Any]) -> Subject:
+def _gpt(model: ModelConfig, options: dict[str, Any], limit: int | None) -> Subject:
+    """A step of the preset GPT; under another policy it is built again."""
     from oomguard.report.words import say_batch, say_model, say_policy, say_step
 
     step = StepConfig(
@@ -189,119 +186,121 @@ def _gpt(model: ModelConfig, options: dict[str, Any]) -> Subject:
     )
     check_seq_len(model, step)
 
-    def under(policy: CheckpointPolicy) -> list[Capture]:
+    def under(policy: CheckpointPolicy) -> tuple[str, TraceResult]:
         from oomguard.model.step import build_step
-        from oomguard.trace.engine import capture_built
+        from oomguard.trace.engine import trace_built
 
-        return capture_built(build_step(model, step.but(checkpoint=policy), evaluated=False))
+        built = build_step(model, step.but(checkpoint=policy), evaluated=False)
+        return say_policy(policy, model.n_layers), trace_built(built, memory_limit=limit)
 
     about = say_policy(step.checkpoint, model.n_layers)
     return Subject(
         title=say_model(model),
         settings=f"{say_batch(step)}, {about}, {say_step(step)}",
-        capture=lambda marked: under(step.checkpoint),
+        trace=lambda: under(step.checkpoint)[1],
+        under=under,
         label=str(step.checkpoint),
         about=about,
-        under=under,
-        blocks=model.n_layers,
     )
 
 
-def _case(name: str, compiled: bool | None) -> Subject:
-    from oomguard.calibration.cases import CASES, check_case
+def _case(name: str, how: dict[str, Any]) -> Subject:
+    from oomguard.calibration.cases import CASES, build_case, check_case
 
     check_case(name)
-
-    def captured(marked: frozenset[str]) -> list[Capture]:
-        from oomguard.calibration.cases import build_case
-        from oomguard.trace.engine import capture_built
-
-        return capture_built(build_case(name, evaluated=False), marked=marked)
-
-    return Subject(f"case {name}: {CASES[name].about}", "", captured, compiled)
+    return _built(lambda: build_case(name, evaluated=False), f"case {name}: {CASES[name].about}", how)
 
 
-def _function(target: str, compiled: bool | None) -> Subject:
+def _built(build: Callable[[], Any], title: str, how: dict[str, Any]) -> Subject:
+    """A step that says which calls an update makes; under another policy its graph is rewritten."""
+
+    def trace_as_is() -> TraceResult:
+        from oomguard.trace.engine import trace_built
+
+        return trace_built(build(), **how)
+
+    def under(policy: CheckpointPolicy) -> tuple[str, TraceResult]:
+        from oomguard.trace.engine import trace_built
+
+        rewriting = _Rewriting(policy)
+        result = trace_built(build(), rewrite=rewriting, marked=COMPARED_REGIONS, **how)
+        return rewriting.about, result
+
+    return Subject(title, "", trace_as_is, under)
+
+
+def _function(target: str, how: dict[str, Any]) -> Subject:
     from oomguard.cli.trace_step import load_step
 
     user = load_step(target)
+    step = user.step
+    if step is None:
+        return _built(lambda: user.built, target, how)
 
-    def captured(marked: frozenset[str]) -> list[Capture]:
+    def trace_as_is() -> TraceResult:
+        from oomguard.trace.engine import trace
+
+        return trace(step, *user.arguments, state=user.state, keywords=user.keywords, **how)
+
+    def under(policy: CheckpointPolicy) -> tuple[str, TraceResult]:
         from oomguard.trace.capture import capture
-        from oomguard.trace.engine import capture_built
+        from oomguard.trace.engine import simulate
 
-        if user.step is None:
-            return capture_built(user.built, marked=marked)
-        return [capture(user.step, user.arguments, user.keywords, state=user.state, marked=marked)]
+        found = capture(step, user.arguments, user.keywords, state=user.state, marked=COMPARED_REGIONS)
+        # The policy stands alone: what the step itself would recompute is taken as plain code.
+        found.graph.regions = [r for r in found.graph.regions if r.kind not in CHECKPOINT_KINDS]
+        compiled = found.compiled if how["compiled"] is None else how["compiled"]
+        rewriting = _Rewriting(policy)
+        result = simulate(found, compiled=compiled, memory_limit=how["memory_limit"], rewrite=rewriting)
+        return rewriting.about, result
 
-    return Subject(target, "", captured, compiled)
+    return Subject(target, "", trace_as_is, under)
+
+
+class _Rewriting:
+    """Puts a captured graph under a policy; ``about`` says it in words once the blocks are known."""
+
+    def __init__(self, policy: CheckpointPolicy):
+        self.policy = policy
+        self.about = str(policy)
+
+    def __call__(self, graph: Graph) -> Graph:
+        from oomguard.report.words import say_policy
+        from oomguard.trace.remat import apply_policy, block_calls
+
+        if any(region.kind in CHECKPOINT_KINDS for region in graph.regions):
+            raise InputError(
+                "--compare: the step recomputes already; name one that does not, and compare it with "
+                f"{self.policy}"
+            )
+        self.about = say_policy(self.policy, len(block_calls(graph)))
+        return apply_policy(graph, self.policy)
 
 
 def _report(subject: Subject, options: dict[str, Any]) -> TraceReport:
     from oomguard.report.trace_report import LabelledTrace, TraceReport
 
-    limit = 0 if options["sequenced"] else options["memory_limit"]
-    captures = subject.capture(frozenset())
-    asked = LabelledTrace(subject.label, subject.about, _simulated(captures, subject.compiled, limit))
-    policy = options["compare"]
+    asked = LabelledTrace(subject.label, subject.about, subject.trace())
+    policy: CheckpointPolicy | None = options["compare"]
     return TraceReport(
         title=subject.title,
         settings=subject.settings,
         asked=asked,
-        compared=None if policy is None else _compared(subject, policy, limit),
+        compared=None if policy is None else LabelledTrace(str(policy), *subject.under(policy)),
         budget_bytes=options["budget"],
-        memory_limit_bytes=limit,
+        memory_limit_bytes=0 if options["sequenced"] else options["memory_limit"],
         mlx=version("mlx"),
     )
-
-
-def _compared(subject: Subject, policy: CheckpointPolicy, limit: int | None) -> LabelledTrace:
-    """The same step under another policy: built again where it can be, else its graph rewritten.
-
-    Calls of ``mx.checkpoint`` that a user's step makes are taken out first, so that the policy stands alone.
-    """
-    from oomguard.report.trace_report import LabelledTrace
-    from oomguard.report.words import say_policy
-    from oomguard.trace.remat import apply_policy, block_calls
-
-    if subject.under is not None:
-        result = _simulated(subject.under(policy), subject.compiled, limit)
-        return LabelledTrace(str(policy), say_policy(policy, subject.blocks), result)
-    captures = subject.capture(COMPARED_REGIONS)
-    for captured in captures:
-        graph = captured.graph
-        graph.regions = [region for region in graph.regions if region.kind not in CHECKPOINT_KINDS]
-    result = _simulated(captures, subject.compiled, limit, lambda graph: apply_policy(graph, policy))
-    blocks = max(len(block_calls(captured.graph)) for captured in captures)
-    return LabelledTrace(str(policy), say_policy(policy, blocks), result)
-
-
-def _simulated(
-    captures: list[Capture], compiled: bool | None, limit: int | None, rewrite: Rewrite | None = None
-) -> TraceResult:
-    """The call with the largest peak."""
-    from oomguard.trace.engine import simulate
-
-    results = [
-        simulate(
-            captured,
-            compiled=captured.compiled if compiled is None else compiled,
-            memory_limit=limit,
-            rewrite=rewrite,
-        )
-        for captured in captures
-    ]
-    return max(results, key=lambda result: result.peak_bytes)
 
 
 @contextlib.contextmanager
 def _waiting(what: str) -> Iterator[None]:
     """A line on a terminal while a trace runs; what a user's step prints is no part of the report."""
-    with contextlib.redirect_stdout(sys.stderr):
-        if not sys.stderr.isatty():
-            yield
-            return
-        from rich.console import Console
+    from rich.console import Console
 
-        with Console(stderr=True).status(what):
+    shown = Console(stderr=True).status(what) if sys.stderr.isatty() else contextlib.nullcontext()
+    with contextlib.redirect_stdout(sys.stderr), shown:
+        try:
             yield
+        except TraceError as error:  # what a user's step raised may be several lines
+            raise TraceError(" ".join(str(error).split())) from error

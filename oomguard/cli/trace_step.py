@@ -92,7 +92,7 @@ def _find(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
         hint = near_names(name, known) if known else "it defines none"
         raise InputError(f"{path.name} has no function {name!r}; {hint}")
     if not callable(function):
-        raise InputError(f"{path.name}:{name} is a {type(function).__name__}, not a function")
+        raise InputError(f"{path.name}:{name} is {_kind(function)}, not a function")
     needed = _needed(function)
     if needed:
         raise InputError(
@@ -134,7 +134,7 @@ def _read(returned: Any, name: str) -> UserStep:
     if isinstance(returned, tuple) and 2 <= len(returned) <= 3:
         step, arguments, state = (*returned, None)[:3]
         if not callable(step):
-            raise InputError(f"{name} returned a {_kind(step)} where the step should be; return {CONVENTION}")
+            raise InputError(f"{name} returned {_kind(step)} where the step should be; return {CONVENTION}")
         return _with_arguments(step, arguments, _read_state(state, name), name)
     if callable(returned):
         return UserStep(step=returned)
@@ -147,7 +147,7 @@ def _with_arguments(step: Any, arguments: Any, state: list[Any] | None, name: st
     if isinstance(arguments, dict) and all(isinstance(key, str) for key in arguments):
         return UserStep(step=step, keywords=arguments, state=state)
     raise InputError(
-        f"{name}: the step's arguments are a {_kind(arguments)}; return them as a tuple, (step, (batch,)), "
+        f"{name}: the step's arguments are {_kind(arguments)}; return them as a tuple, (step, (batch,)), "
         "or as a dictionary of keyword arguments"
     )
 
@@ -155,13 +155,13 @@ def _with_arguments(step: Any, arguments: Any, state: list[Any] | None, name: st
 def _read_state(state: Any, name: str) -> list[Any] | None:
     if state is None or isinstance(state, list | tuple):
         return None if state is None else list(state)
-    raise InputError(f"{name}: the state is a {_kind(state)}; return it as a list, [model, optimizer]")
+    raise InputError(f"{name}: the state is {_kind(state)}; return it as a list, [model, optimizer]")
 
 
 def _said(value: Any) -> str:
     if value is None:
         return "nothing"
-    return f"{len(value)} values" if isinstance(value, tuple) else f"a {_kind(value)}"
+    return f"{len(value)} values" if isinstance(value, tuple) else _kind(value)
 
 
 def _kind(value: Any) -> str:

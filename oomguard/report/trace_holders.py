@@ -19,8 +19,8 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^. ])")
 _STATES = {
     "parameters": "parameter",
     "optimizer state": "optimizer state",
-    "batch": "batch",
-    "other state": "state",
+    "batch": "of the batch",
+    "other state": "kept between steps",
     "constants": "constant",
     "saved tensors": "saved",
     "gradients": "gradient",
@@ -92,8 +92,10 @@ def say_what(holder: Holder) -> str:
     if not holder.dtype:
         made = f"scratch space of {holder.primitive}"
         return made if holder.category == "copies" else f"{state} {made}"
-    if holder.category in ("parameters", "optimizer state", "other state"):
+    if holder.category in ("parameters", "optimizer state"):
         return f"new {state}"
+    if holder.category == "other state":
+        return f"{holder.primitive} output {state}"
     if holder.category == "gradients" and holder.name.endswith(" gradient"):
         return f"{holder.primitive} output"
     return f"{state} {holder.primitive} output"
