@@ -73,8 +73,9 @@ def state_tree(item: Any) -> Any:
 def state_leaves(state: list[Any]) -> list[Leaf]:
     """Every array of the state with its name, once for each place it hangs in."""
     found: list[Leaf] = []
+    seen: set[int] = set()
     for item in state:
-        _collect(state_tree(item), _kind_of(item), "", None, None, found, set())
+        _collect(state_tree(item), _kind_of(item), "", None, None, found, seen)
     return found
 
 

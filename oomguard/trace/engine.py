@@ -118,6 +118,7 @@ def simulate(
         graph = rewrite(graph)
     if compiled:
         compile_graph(graph)
+    _name_new_state(graph)
     program = Program(graph, device)
     steps = _Steps(program, memory_limit, None, surroundings)
     runs = [steps.step() for _ in range(1 + steady_steps)]
@@ -160,6 +161,13 @@ def _with_checkpoints(graph: Graph) -> Graph:
         regions = [region for region in graph.regions if region.kind == kind]
         graph = recompute_regions(graph, regions, bare=bare) if regions else graph.copy()
     return graph
+
+
+def _name_new_state(graph: Graph) -> None:
+    """What replaces an array of the state is called like it."""
+    for before, after in graph.carries.items():
+        if graph.arrays[after].name is None:
+            graph.arrays[after].name = graph.arrays[before].name
 
 
 def counted_timelines(captured: Capture) -> tuple[list[int], list[int], list[Moment]]:
