@@ -9,14 +9,12 @@ step, its parameters never evaluated. What a report leaves open is filled with m
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -153,7 +151,9 @@ def build_lora_step(row: PublicRow) -> LoraStep:
         InputError: the architecture is not in the table, or mlx-lm is not installed.
     """
     model = build_model(row)
-    optimizer = {"adam": optim.Adam, "adamw": optim.AdamW, "sgd": optim.SGD}[row.optimizer](learning_rate=1e-5)
+    optimizer = {"adam": optim.Adam, "adamw": optim.AdamW, "sgd": optim.SGD}[row.optimizer](
+        learning_rate=1e-5
+    )
     optimizer.init(model.trainable_parameters())
     loss_and_gradients = nn.value_and_grad(model, _loss)
     state = [model.state, optimizer.state, mx.random.state]
@@ -176,8 +176,10 @@ def build_model(row: PublicRow) -> nn.Module:
         module = importlib.import_module(f"mlx_lm.models.{shape['model_type']}")
         tuner = importlib.import_module("mlx_lm.tuner.utils")
     except ModuleNotFoundError as error:
-        raise InputError(f"mlx-lm has no model for {row.architecture} ({error.name}); pip install mlx-lm") from error
-    model = module.Model(module.ModelArgs.from_dict(shape))
+        raise InputError(
+            f"mlx-lm has no model for {row.architecture} ({error.name}); pip install mlx-lm"
+        ) from error
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(shape))
     model.set_dtype(mx.bfloat16)
     if row.bits is not None:
         nn.quantize(model, group_size=row.group_size, bits=row.bits)
