@@ -83,7 +83,13 @@ def trace(
     Accuracy: see ``calibration/LOG.md`` and ``oomguard validate --engine trace``.
     """
     captured = capture(
-        step, arguments, keywords, state=state, evaluate=evaluate, consumed=consumed, marked=marked
+        step,
+        arguments,
+        keywords,
+        state=state,
+        evaluate=evaluate,
+        consumed=consumed,
+        marked=marked | device.marked,
     )
     return simulate(
         captured,
@@ -113,11 +119,11 @@ def simulate(
         steady_steps: how many steps to simulate after the first, and again with the memory limit at 0.
         surroundings: what else the process evaluates.
     """
-    graph = _with_checkpoints(captured.graph)
+    graph = _with_checkpoints(device.build(captured.graph))
     if rewrite is not None:
         graph = rewrite(graph)
     if compiled:
-        compile_graph(graph)
+        compile_graph(graph, device.fusion)
     _name_new_state(graph)
     program = Program(graph, device)
     steps = _Steps(program, memory_limit, None, surroundings)
@@ -156,10 +162,10 @@ def simulate(
 
 
 def _with_checkpoints(graph: Graph) -> Graph:
-    """A copy in which the calls of ``mx.checkpoint`` and ``mx.custom_function`` found in the step are recomputed."""
+    """The graph with the calls of ``mx.checkpoint`` and ``mx.custom_function`` found in the step recomputed."""
     for kind, bare in (("checkpoint", False), ("custom_function", True)):
         regions = [region for region in graph.regions if region.kind == kind]
-        graph = recompute_regions(graph, regions, bare=bare) if regions else graph.copy()
+        graph = recompute_regions(graph, regions, bare=bare) if regions else graph
     return graph
 
 
@@ -175,7 +181,7 @@ def counted_timelines(captured: Capture) -> tuple[list[int], list[int], list[Mom
 
     The steady state is the median, primitive by primitive, of the steps after the first.
     """
-    graph = _with_checkpoints(captured.graph)
+    graph = _with_checkpoints(CPU.build(captured.graph))
     if captured.compiled:
         compile_graph(graph)
     program = Program(graph, CPU)

@@ -24,21 +24,42 @@ FUSABLE = frozenset(
 )
 
 
-def compile_graph(graph: Graph) -> None:
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """What of fusion depends on MLX's release.
+
+    Attributes:
+        doubles_broadcasts: since 0.26.2; before, a broadcast with other readers stops a kernel.
+        ends_in_broadcasts: until 0.29.1; a kernel may end in a broadcast, which is then written out.
+    """
+
+    doubles_broadcasts: bool = True
+    ends_in_broadcasts: bool = False
+
+    @classmethod
+    def of(cls, mlx: tuple[int, int, int]) -> Fusion:
+        """Fusion in a release."""
+        return cls(doubles_broadcasts=mlx >= (0, 26, 2), ends_in_broadcasts=mlx < (0, 29, 2))
+
+
+NEWEST = Fusion()
+
+
+def compile_graph(graph: Graph, fusion: Fusion = NEWEST) -> None:
     """Simplifies and fuses a graph in place: what ``mx.compile`` makes of a function.
 
     ``graph.function_outputs`` are the function's outputs, in its order.
     """
     held = tape(graph)
     run(held)
-    _Fusion(held).run()
+    _Kernels(held, fusion).run()
     held.write_back()
 
 
-def fuse(graph: Graph) -> None:
+def fuse(graph: Graph, fusion: Fusion = NEWEST) -> None:
     """Fuses a graph in place, without simplifying it first."""
     held = tape(graph)
-    _Fusion(held).run()
+    _Kernels(held, fusion).run()
     held.write_back()
 
 
@@ -51,9 +72,10 @@ class _Gathered:
     read: set[int] = field(default_factory=set)
 
 
-class _Fusion:
-    def __init__(self, held: Tape):
+class _Kernels:
+    def __init__(self, held: Tape, fusion: Fusion):
         self.held = held
+        self.fusion = fusion
         self.arrays: list[Array] = held.graph.arrays
         self.outputs = set(held.outputs)
 
@@ -66,7 +88,9 @@ class _Fusion:
                 continue
             kept.append(i)
             node = self.arrays[i].producer
-            if node is None or node.primitive not in FUSABLE or node.primitive == "Broadcast":
+            if node is None or node.primitive not in FUSABLE:
+                continue
+            if node.primitive == "Broadcast" and not self.fusion.ends_in_broadcasts:
                 continue
             gathered = _Gathered(self.arrays[i].shape)
             self._gather(i, 0, gathered)
@@ -89,7 +113,8 @@ class _Fusion:
             into.read.add(i)
             return
         if depth > 0 and any(reader not in into.inside for reader, _ in self.held.readers.get(i, ())):
-            if node.primitive == "Broadcast" and len(into.read) < MAX_ARRAYS:
+            double = node.primitive == "Broadcast" and self.fusion.doubles_broadcasts
+            if double and len(into.read) < MAX_ARRAYS:
                 self._gather(self._double(i, node, into.inside), depth, into)
             else:
                 into.read.add(i)

@@ -66,13 +66,9 @@ def lower(graph: Graph, target: Target) -> Graph:
     Returns:
         A new graph in topological order, with the captured regions.
     """
-    result = graph.copy()
     if target.backend == "cpu":
-        for region in reversed(result.regions):
-            if region.kind.startswith("fast."):
-                _ungroup(result, region)
-        result.sort()
-        return result
+        return for_cpu(graph)
+    result = graph.copy()
     training = any(i is not None for region in graph.regions for i in region.gradients)
     lowering = _Lowering(result)
     for region in result.regions:
@@ -82,6 +78,22 @@ def lower(graph: Graph, target: Target) -> Graph:
         elif region.kind in _RULES:
             _RULES[region.kind](lowering, region)
     lowering.finish()
+    return result
+
+
+def for_cpu(graph: Graph) -> Graph:
+    """``lower`` to the CPU."""
+    result = graph.copy()
+    grouped = [
+        region
+        for region in reversed(result.regions)
+        if region.kind.startswith("fast.") and any(i is not None for i in region.gradients)
+    ]
+    if grouped:
+        readers = result.consumers()
+        for region in grouped:
+            _ungroup(result, region, readers)
+        result.sort()
     return result
 
 
@@ -114,18 +126,19 @@ METAL_ATTENTION_BACKWARD: Version = (0, 32, 4)
 _METAL_HEAD_DIMS = (64, 72, 80, 96, 128)
 
 
-def _ungroup(graph: Graph, region: Region) -> None:
+def _ungroup(graph: Graph, region: Region, readers: list[list[tuple[Node, int]]]) -> None:
     """Adds what a region gives to the gradient of each input one by one to what other readers give."""
     inside = {id(node) for node in graph.region_nodes(region)}
     for i, gradient in zip(region.inputs, region.gradients, strict=True):
-        reads = [node for node in graph.nodes if node.phase == "forward" for j in node.inputs if j == i]
-        within = sum(id(node) in inside for node in reads)
-        readers = [node for node in graph.nodes if gradient in node.inputs]
-        if gradient is None or within < 2 or within == len(reads) or len(readers) != 1:
+        if gradient is None or len(readers[gradient]) != 1:
             continue
-        outer = readers[0]
+        reads = [node for node, _ in readers[i] if node.phase == "forward"]
+        within = sum(id(node) in inside for node in reads)
+        outer, position = readers[gradient][0]
+        if within < 2 or within == len(reads) or outer.primitive != "Add" or position != 1:
+            continue
         terms, sums = _terms(graph, gradient, within)
-        if outer.primitive == "Add" and outer.inputs[1] == gradient and len(terms) == within:
+        if len(terms) == within:
             total = outer.inputs[0]
             for node, term in zip([*sums, outer], terms, strict=True):
                 node.inputs = [total, term]
@@ -257,3 +270,6 @@ _RULES: dict[str, Callable[[_Lowering, Region], None]] = {
     "fast.rms_norm": _Lowering.rms_norm,
     "fast.rope": _Lowering.rope,
 }
+
+LOWERED = frozenset((*_RULES, ATTENTION))
+"""Kinds of regions whose backward a GPU target needs to know."""

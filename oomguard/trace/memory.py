@@ -17,8 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from oomguard.trace.fuse import NEWEST, Fusion
 from oomguard.trace.graph import ITEM_BYTES, Graph, Node
 from oomguard.trace.layout import Layout, row_major
+from oomguard.trace.lower import for_cpu
 from oomguard.trace.ops import CPU_RULES, NEW, Operands, Rule, unknown
 from oomguard.trace.schedule import BFS_MAX_WIDTH, schedule
 
@@ -118,7 +120,7 @@ class ImmediateQueue:
 
 @dataclass(frozen=True)
 class Device:
-    """How a backend allocates and queues.
+    """How a backend builds, allocates and queues.
 
     Attributes:
         rules: what each primitive does with buffers.
@@ -127,6 +129,9 @@ class Device:
         cache_limit: bytes of freed buffers it keeps.
         cache_page: a kept buffer is handed out again if it is at most twice as large as asked for, and at most
             two pages larger.
+        build: from a step captured on the CPU, the graph that this backend builds of it.
+        fusion: how its release fuses.
+        marked: kinds of regions that ``build`` needs the backward of.
     """
 
     name: str
@@ -135,6 +140,9 @@ class Device:
     rounding: Callable[[int], int] = int
     cache_limit: int = CPU_CACHE_BYTES
     cache_page: int = CPU_PAGE_BYTES
+    build: Callable[[Graph], Graph] = for_cpu
+    fusion: Fusion = NEWEST
+    marked: frozenset[str] = frozenset()
 
 
 CPU = Device("cpu", CPU_RULES)

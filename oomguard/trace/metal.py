@@ -43,8 +43,9 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 
+from oomguard.trace.fuse import Fusion
 from oomguard.trace.layout import Layout, row_major
-from oomguard.trace.lower import Version
+from oomguard.trace.lower import LOWERED, Target, Version, lower
 from oomguard.trace.memory import Device
 from oomguard.trace.ops import CPU_RULES, NEW, Effect, Operands, Out, Rule, fresh
 
@@ -101,6 +102,9 @@ def device(chip: Chip, mlx: Version, *, cache_limit_bytes: int = 1 << 62) -> Dev
         round_to_pages,
         cache_limit_bytes,
         PAGE_BYTES,
+        partial(lower, target=Target("metal", mlx)),
+        Fusion.of(mlx),
+        LOWERED,
     )
 
 
