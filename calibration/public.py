@@ -1,6 +1,6 @@
 """Published peaks of LoRA runs on Macs beside the peaks the trace predicts for them. Nothing is fitted to them.
 
-    python -m oomguard.calibration.public [--all] [ID ...]
+    python -m oomguard.calibration.public [ID ...]
 
 A row of ``public_peaks.jsonl`` names a model, a quantization, the LoRA layers and the batch; the step is built
 from the model's shape alone (``data/architectures.json``), with mlx-lm's model, LoRA layers, loss and compiled
@@ -12,9 +12,11 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -23,8 +25,12 @@ import mlx.optimizers as optim
 
 from oomguard.config import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy
 from oomguard.errors import InputError
-from oomguard.trace.lower import Version, parse_version
-from oomguard.trace.metal import Chip
+from oomguard.trace.capture import capture
+from oomguard.trace.engine import simulate
+from oomguard.trace.lower import LOWERED, Version, parse_version
+from oomguard.trace.metal import Chip, device
+from oomguard.trace.remat import apply_policy
+from oomguard.trace.result import TraceResult
 
 ROWS = Path(__file__).parent / "public_peaks.jsonl"
 ARCHITECTURES = Path(__file__).parent.parent / "data" / "architectures.json"
@@ -219,3 +225,48 @@ def cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:
     """
     score = mx.take_along_axis(logits, targets[..., None], axis=-1).squeeze(-1)
     return mx.logsumexp(logits, axis=-1) - score
+
+
+# -- prediction ---------------------------------------------------------------------------------------------
+
+
+def predict(row: PublicRow, *, steady_steps: int = 1) -> TraceResult:
+    """The peak of a row's step on its machine, from a graph captured here."""
+    lora = build_lora_step(row)
+    captured = capture(
+        lora.step,
+        lora.arguments,
+        state=lora.state,
+        evaluate=lora.evaluated,
+        marked=LOWERED | {"block"},
+    )
+    return simulate(
+        captured,
+        compiled=True,
+        device=device(row.chip, row.mlx),
+        rewrite=lambda graph: apply_policy(graph, row.policy),
+        steady_steps=steady_steps,
+    )
+
+
+def main(arguments: list[str]) -> None:
+    """Prints predicted beside reported, for the rows named or for all that can be predicted."""
+    errors = []
+    for published in read_public_rows():
+        row = understood(published)
+        if row is None or (arguments and row.id not in arguments):
+            continue
+        result = predict(row)
+        errors.append(result.peak_bytes / row.peak_bytes - 1)
+        print(
+            f"{row.id:4} {published['model']:34} {row.batch} x {row.tokens:5} {row.policy!s:6} "
+            f"reported {row.peak_bytes / 1e9:6.3f} GB  predicted {result.peak_bytes / 1e9:6.3f}  {errors[-1]:+.1%}",
+            flush=True,
+        )
+    if errors:
+        sizes = [abs(error) for error in errors]
+        print(f"median {median(sizes):.1%}, worst {max(sizes):.1%}, furthest under {min(errors):+.1%}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
