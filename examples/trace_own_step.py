@@ -9,6 +9,9 @@ of one call, and what the step updates. Nothing here is evaluated, so the model 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
@@ -35,7 +38,7 @@ class LanguageModel(nn.Module):
         return logits
 
 
-def build():  # type: ignore[no-untyped-def]
+def build() -> tuple[Callable[..., mx.array], tuple[mx.array, ...], list[Any]]:
     """The step, its arguments, and what it updates."""
     model = LanguageModel()
     optimizer = optim.AdamW(learning_rate=3e-4)
