@@ -197,7 +197,11 @@ def leave_one_out(table: Table, peaks: Peaks, prior: Fitted, ridge: float) -> Ve
 
 
 def fit_mode(
-    rows: Sequence[Row], backend: Backend, prior: Fitted | None = None, ridge: float = RIDGE
+    rows: Sequence[Row],
+    backend: Backend,
+    prior: Fitted | None = None,
+    ridge: float = RIDGE,
+    least: int = MIN_ROWS,
 ) -> tuple[Mode, Vector]:
     """Coefficients of rows that all ran compiled, or all eagerly.
 
@@ -206,13 +210,14 @@ def fit_mode(
         backend: whose graph they ran.
         prior: what to stay near where the rows say little; another profile's scales, for a table of few rows.
         ridge: how near: a coefficient off by its whole bound costs as much as every row off by ``ridge``.
+        least: rows without which nothing is fitted.
 
     Returns:
         The mode, and the leave-one-out error of each row as a share of its measured peak (positive: predicted
         too large).
     """
-    if len(rows) < MIN_ROWS:
-        raise InputError(f"{len(rows)} rows are too few to fit; {MIN_ROWS} is the least")
+    if len(rows) < least:
+        raise InputError(f"{len(rows)} rows are too few to fit; {least} is the least")
     table, peaks = tabulate(rows, backend), Peaks.of(rows)
     prior = prior or Fitted.plausible()
     fitted = fit_scales(table, peaks, prior, ridge)
@@ -259,12 +264,17 @@ class Refit:
 
 
 def fit_profile(
-    profile: str, header: Header, rows: Sequence[Row], prior: Coefficients | None = None, ridge: float = RIDGE
+    profile: str,
+    header: Header,
+    rows: Sequence[Row],
+    prior: Coefficients | None = None,
+    ridge: float = RIDGE,
+    least: int = MIN_ROWS,
 ) -> Refit:
     """Fits everything a profile holds to measured rows of one backend and MLX version.
 
-    Compiled and eager rows are fitted apart; a way of running with fewer than 8 rows
-    takes the prior's scales, or the other way's.
+    Compiled and eager rows are fitted apart; a way of running with fewer than ``least``
+    rows takes the prior's scales, or the other way's.
 
     Args:
         profile: its name.
@@ -272,9 +282,10 @@ def fit_profile(
         rows: measured rows of the preset GPT; failed rows and named cases are left out.
         prior: a profile whose scales hold where these rows say little.
         ridge: how strongly.
+        least: rows without which nothing is fitted.
 
     Raises:
-        InputError: fewer than 8 usable rows either way.
+        InputError: fewer usable rows than that either way.
     """
     usable = [row for row in rows if row.status == "ok" and row.peak_bytes and row.model and row.step]
     modes: dict[bool, Mode] = {}
@@ -282,15 +293,15 @@ def fit_profile(
     errors: list[float] = []
     for compiled in (True, False):
         own = [row for row in usable if row.step is not None and row.step.compiled == compiled]
-        if len(own) < MIN_ROWS:
+        if len(own) < least:
             continue
         start = _prior_scales(prior, compiled, header.backend)
-        modes[compiled], misses = fit_mode(own, header.backend, start, ridge)
+        modes[compiled], misses = fit_mode(own, header.backend, start, ridge, least)
         used += own
         errors += misses.tolist()
     if not modes:
         raise InputError(
-            f"{len(usable)} usable rows are too few to fit {profile}; measure at least {MIN_ROWS} that run alike"
+            f"{len(usable)} usable rows are too few to fit {profile}; measure at least {least} that run alike"
         )
     coefficients = Coefficients(
         schema="oomguard.coefficients/1",

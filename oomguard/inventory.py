@@ -90,9 +90,10 @@ def _tables() -> dict[str, dict[str, dict[str, dict[Kind, list[list[Any]]]]]]:
 
 
 class Counted(NamedTuple):
-    """What was counted on one graph: its layers, and the vectors of each kind of moment."""
+    """What was counted on one graph: its layers, blocks a segment, and the vectors of each kind of moment."""
 
     layers: int
+    size: int
     kinds: dict[Kind, list[Vector]]
 
 
@@ -107,11 +108,13 @@ def counted(way: str, regions: tuple[str, ...], n_layers: int, least: int = 1) -
         least: the fewest layers that show what is asked for.
     """
     tables = _tables()[way]
-    sizes = next(tables[region] for region in regions if region in tables)
+    region = next(region for region in regions if region in tables)
+    sizes = tables[region]
     enough = [int(size) for size in sizes if int(size) >= least] or [max(int(size) for size in sizes)]
     layers = min(enough, key=lambda size: max(size, n_layers) / min(size, n_layers))
     kinds = sizes[str(layers)]
-    return Counted(layers, {kind: [Vector(*vector) for vector in kinds[kind]] for kind in kinds})
+    size = int(region.split(",")[0].split()[1]) if region.startswith("segment") else 1
+    return Counted(layers, size, {kind: [Vector(*vector) for vector in kinds[kind]] for kind in kinds})
 
 
 @dataclass(frozen=True)
@@ -152,19 +155,24 @@ class Run(NamedTuple):
     region: str
     last: bool
 
-    def place(self, after: int, layers: int) -> int | None:
-        """The block that corresponds to one of a counted graph, where ``after`` of ``layers`` blocks are done.
+    def places(self, after: int, found: Counted) -> Iterator[int]:
+        """The blocks that correspond to one of a counted graph, where ``after`` blocks are done.
 
-        Segments are counted from the end, and the place within a segment is kept.
+        Segments are counted from the end. Within one the place is kept: its last block, where the backward
+        enters it and all of it is made again, stays the last. Where the last segment is shorter than the rest,
+        the one before it corresponds too.
         """
         after = after if self.last else after - 1
-        segments = -(-(self.stop - self.start) // self.size)
-        segment = max(0, segments - 1 - max(0, after) // self.size)
-        first = self.start + segment * self.size
         if self.size == 1:
-            return first
-        offset = (layers - 1 - after) % self.size
-        return min(first + offset, self.stop - 1)
+            yield max(self.start, self.stop - 1 - max(0, after))
+            return
+        segments = -(-(self.stop - self.start) // self.size)
+        done = max(0, after) // found.size
+        offset = (found.layers - 1 - after) % found.size
+        for segment in {segments - 1 - done, segments - 2 - done}:
+            first = self.start + max(0, segment) * self.size
+            length = min(self.size, self.stop - first)
+            yield first + (length - 1 if offset == found.size - 1 else min(offset, length - 1))
 
 
 class Inventory:
@@ -382,9 +390,9 @@ class Inventory:
         for run in self._runs():
             found = self._counted(run.region)
             for vector in found.kinds["inner"]:
-                block = run.place(vector.after, found.layers)
-                if block is not None and block < last:
-                    yield from self._moments("inner", block, self.held_before(block), [vector])
+                for block in run.places(vector.after, found):
+                    if block < last:
+                        yield from self._moments("inner", block, self.held_before(block), [vector])
         yield from self._moments("end", -1, self.held_at_end(), self._end_vectors())
 
     def _moments(

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from oomguard.coefficients import Coefficients, local_path, local_rows_path, shipped
+from oomguard.coefficients import Coefficients, Mode, local_path, local_rows_path, shipped
 from oomguard.errors import InputError
 from oomguard.rows import Header, Row, append_row, read_rows
 
 LOCAL_RIDGE = 0.01
-MIN_LOCAL_ROWS = 8
+MIN_LOCAL_ROWS = 4  # the shipped profile is held to where so few say little
+LEAST_BAND = 0.04  # no band of so few rows is narrower than this either way
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,27 @@ def fit_local(header: Header, rows: Sequence[Row]) -> Coefficients:
     """
     from oomguard.fit import fit_profile
 
-    found = fit_profile("local", header, rows, prior=shipped(header.backend), ridge=LOCAL_RIDGE).coefficients
+    prior = shipped(header.backend)
+    found = fit_profile(
+        "local", header, rows, prior=prior, ridge=LOCAL_RIDGE, least=MIN_LOCAL_ROWS
+    ).coefficients
+    found = found.model_copy(
+        update={way: _no_narrower(getattr(found, way), getattr(prior, way)) for way in ("compiled", "eager")}
+    )
     write_coefficients(found, local_path(header.backend))
     return found
+
+
+def _no_narrower(mode: Mode, prior: Mode) -> Mode:
+    """Few rows agree by luck: a band stays as wide as the shipped one of its kind, or at least a little wide."""
+    bands = {
+        kind: (min(low, 1 - LEAST_BAND), max(high, 1 + LEAST_BAND))
+        for kind, (low, high) in mode.bands.items()
+    }
+    kinds = {**prior.bands, **bands}
+    return mode.model_copy(
+        update={"bands": kinds, "low": min(mode.low, prior.low), "high": max(mode.high, prior.high)}
+    )
 
 
 def write_coefficients(coefficients: Coefficients, path: Path) -> None:

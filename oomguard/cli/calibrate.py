@@ -34,7 +34,7 @@ def command(minutes: float, forget: bool) -> int:
     finished rows stay, and the next start goes on from there.
     """
     from oomguard.coefficients import local_rows_path
-    from oomguard.learn import comparable, fit_local
+    from oomguard.learn import MIN_LOCAL_ROWS, comparable, fit_local
 
     if forget:
         return _forget()
@@ -44,8 +44,14 @@ def command(minutes: float, forget: bool) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     _measure(minutes)
     header, rows = read_rows(path)
-    latest = header.model_copy(update={name: getattr(rows[-1], name) for name in ("mlx", "backend", "machine")})
-    found = fit_local(latest, comparable(rows, latest))
+    latest = header.model_copy(
+        update={name: getattr(rows[-1], name) for name in ("mlx", "backend", "machine")}
+    )
+    own = comparable(rows, latest)
+    if len(own) < MIN_LOCAL_ROWS:
+        click.echo(f"{len(own)} rows so far; {MIN_LOCAL_ROWS} are needed for a fit. Run it again to go on.")
+        return 1
+    found = fit_local(latest, own)
     click.echo(
         f"Fitted {found.rows} rows measured here ({found.backend}, MLX {found.mlx}): leave-one-out median "
         f"{found.median_error:.1%}, worst {found.worst_error:.1%}; step time {found.speed.median_error:.0%} off."
