@@ -158,13 +158,17 @@ class Run(NamedTuple):
     def places(self, after: int, found: Counted) -> Iterator[int]:
         """The blocks that correspond to one of a counted graph, where ``after`` blocks are done.
 
-        Segments are counted from the end. Within one the place is kept: its last block, where the backward
+        What is kept for the update grows with the blocks done, so a block corresponds by its distance from the
+        end of the run and by that from its start. Segments are counted from the end. Within one the place is kept: its last block, where the backward
         enters it and all of it is made again, stays the last. Where the last segment is shorter than the rest,
         the one before it corresponds too.
         """
         after = after if self.last else after - 1
         if self.size == 1:
-            yield max(self.start, self.stop - 1 - max(0, after))
+            yield from {
+                max(self.start, self.stop - 1 - max(0, after)),
+                min(self.stop - 1, self.start + max(0, found.layers - 1 - after)),
+            }
             return
         segments = -(-(self.stop - self.start) // self.size)
         done = max(0, after) // found.size
