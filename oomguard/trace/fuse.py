@@ -163,6 +163,8 @@ class _Kernels:
         for position, i in enumerate(outputs):
             self.arrays[i].producer, self.arrays[i].position = kernel, position
         for position, i in enumerate(read):
+            if self.arrays[i].producer is None:
+                continue  # never gathered, so nobody asks who reads it
             pairs = [pair for pair in readers.get(i, ()) if pair[0] not in inside]
             readers[i] = pairs + [(o, position) for o in outputs]
         for i in chain:

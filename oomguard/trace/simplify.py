@@ -8,6 +8,7 @@ for each array the list of its readers in the order the walk met them (``compile
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from oomguard.trace.graph import Graph, Node
 from oomguard.trace.rawgraph import NO_OPS
@@ -59,7 +60,9 @@ class Tape:
             assert producer is not None
             producer.inputs[position] = into
         pairs += readers
-        self.readers[into] = [pair for pair in pairs if pair[0] != gone]
+        reading = arrays[gone].producer
+        if reading is not None and into in reading.inputs:
+            self.readers[into] = [pair for pair in pairs if pair[0] != gone]
         self.readers.pop(gone, None)
         self.moved[gone] = into
 
@@ -216,13 +219,16 @@ def _merge_readers(held: Tape, i: int, position: dict[int, int], outputs: set[in
 
 
 def _alike(held: Tape, readers: list[Reader]) -> dict[int, list[int]]:
-    """For each reader that could be equal to another, the readers of its kind, itself among them."""
+    """For each reader that another one equals, the readers equal to it, itself among them.
+
+    By a hash, so that a scalar that thousands read costs thousands, and not their square.
+    """
     arrays = held.graph.arrays
-    kinds: dict[tuple[str, int], list[int]] = {}
+    kinds: dict[tuple[str, tuple[int, ...], tuple[Any, ...]], list[int]] = {}
     for k, (reader, _) in enumerate(readers):
         node = arrays[reader].producer
         if node is not None and node.primitive not in NEVER_EQUAL:
-            kinds.setdefault((node.primitive, len(node.inputs)), []).append(k)
+            kinds.setdefault((node.primitive, tuple(node.inputs), node.arguments), []).append(k)
     return {k: ks for ks in kinds.values() if len(ks) > 1 for k in ks}
 
 
