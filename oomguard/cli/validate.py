@@ -24,9 +24,20 @@ from oomguard.rows import Row, read_rows, shipped_row_files
     type=click.Path(path_type=Path),
     help="A coefficients file of your own.",
 )
+@click.option(
+    "--engine",
+    type=click.Choice(["estimate", "trace"]),
+    default="estimate",
+    show_default=True,
+    help="trace simulates every row's step, and more rows; it takes minutes.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, schema oomguard.validation/1.")
 def command(
-    backend: str | None, rows_file: Path | None, coefficients_file: Path | None, as_json: bool
+    backend: str | None,
+    rows_file: Path | None,
+    coefficients_file: Path | None,
+    engine: str,
+    as_json: bool,
 ) -> int:
     """Print what is predicted beside what was measured, for every shipped row, with
     the median and worst error and the bounds they must keep.
@@ -34,6 +45,8 @@ def command(
     "leave-one-out" predicts each row by a fit that never saw it. Exit status 1
     when a bound is missed.
     """
+    if engine == "trace":
+        return _trace(backend, rows_file, as_json)
     from oomguard.report.validate_text import validation_json, validation_text
     from oomguard.validate import validate
 
@@ -46,6 +59,23 @@ def command(
     else:
         click.echo("\n\n".join(validation_text(validation, wants_colour()) for validation in validations))
     return 1 if any(validation.problems for validation in validations) else 0
+
+
+def _trace(backend: str | None, rows_file: Path | None, as_json: bool) -> int:
+    """Every measured row beside its trace, a section at a time."""
+    from oomguard.calibration.trace_check import check_all
+    from oomguard.report.trace_check_text import section_text, sections_json
+
+    own = None if rows_file is None else read_rows(rows_file)[1]
+    backends = (backend,) if backend else ("cpu",) if own else ("cpu", "metal")
+    sections = []
+    for section in check_all(backends, own):
+        sections.append(section)
+        if not as_json:
+            click.echo(section_text(section, wants_colour()) + "\n")
+    if as_json:
+        click.echo(json.dumps(sections_json(sections), indent=2))
+    return 1 if any(section.problems for section in sections) else 0
 
 
 def _what_to_hold(
