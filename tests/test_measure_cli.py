@@ -105,7 +105,7 @@ def test_shipped_rows_can_be_shown(file: Path) -> None:
 
 
 def test_options_of_a_step_reach_it() -> None:
-    options = "--preset tiny --batch 2 --ctx 32 --grad-checkpoint blocks=1 --dtype bfloat16 --optimizer lion"
+    options = "--preset tiny --batch 2 --ctx 32 --grad-checkpoint blocks=1 --dtype bf16 --optimizer lion"
     flags = "--accumulate 2 --one-graph --clip --no-compile --steps 1 --no-sequenced --json"
     done = measure(*options.split(), *flags.split())
     assert done.returncode == 0, done.stdout + done.stderr
@@ -129,18 +129,21 @@ def test_options_of_a_step_reach_it() -> None:
     [
         ("", "nothing to measure: give --preset, --config, --case, FILE.py:FUNCTION or a sweep file"),
         ("--preset tinny", "unknown preset 'tinny'; did you mean tiny"),
-        ("--preset tiny --batch 0", "batch: Input should be greater than 0 (got 0)"),
+        ("--preset tiny --batch 0", "--batch: 0 is too few; the least is 1"),
         ("--preset tiny --ctx 129", "sequence length 129 is longer than tiny's context 128"),
         ("--preset tiny --config x.json", "give one"),
         ("--preset tiny --grad-checkpoint sometimes", "'sometimes' is not a checkpoint policy"),
-        ("--preset tiny --dtype int4", "'int4' is not one of"),
+        ("--preset tiny --dtype int4", "--dtype: unknown dtype 'int4'; choose fp32, bf16 or fp16"),
+        ("--preset tiny --optimizer adamm", "--optimizer: unknown optimizer 'adamm'; did you mean adam"),
+        ("--preset tiny --accumulate 1.5", "--accumulate: '1.5' is not a whole number"),
         ("--preset tiny --memory lots", "'lots' is not a size"),
-        ("--preset tiny --memory 0", "--memory 0 leaves nothing to run in"),
+        ("--preset tiny --memory 0", "--memory: a budget of 0 bytes holds nothing"),
         ("--preset tiny --steps 0", "0 is not in the range"),
         ("--config gone.json", "cannot read config gone.json: No such file"),
         ("--case mlp-gela", "unknown case 'mlp-gela'; did you mean mlp-gelu"),
         ("--case mlp --batch 2", "--batch cannot stand beside it"),
         ("gone.json", "cannot read sweep gone.json: No such file"),
+        ("train.py:build --no-compile", "--compile/--no-compile cannot stand beside it"),
         ("gone.py:build", "no file gone.py"),
         ("gone.py", "write FILE.py:FUNCTION"),
         ("gone.json --preset tiny", "--preset cannot stand beside it"),

@@ -133,7 +133,7 @@ def test_shipped_sweep_of_cases_holds_them_all(project: Path) -> None:
             "n_heads 3 does not divide d_model 128; 2 or 4 would",
         ),
         ([{"preset": "tiny", "batch": 1, "checkpoint": "some"}], "'some' is not a checkpoint policy"),
-        ([{"preset": "tiny", "batch": 1, "dtype": "int8"}], "dtype: "),
+        ([{"preset": "tiny", "batch": 1, "dtype": "int8"}], "dtype: unknown dtype 'int8'; choose fp32"),
         ([{"case": "mlp", "batch": 1}], "batch cannot stand beside"),
         ([{"case": "no-such*"}], "no case 'no-such*'"),
         ([["tiny", 1]], "an entry is an object such as"),
@@ -148,6 +148,13 @@ def test_mistake_is_one_line_that_names_its_place(value: Any, said: str, tmp_pat
         read_sweep(write(tmp_path, value))
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_short_names_of_dtypes_mean_what_they_mean_on_the_command_line(tmp_path: Path) -> None:
+    sweep = read_sweep(
+        write(tmp_path, [{"preset": "tiny", "batch": 1, "dtype": ["bf16", "bfloat16", "fp32"]}])
+    )
+    assert [task.step.dtype for task in sweep.tasks if task.step] == ["bfloat16", "float32"]
 
 
 def test_sweep_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -8,14 +8,16 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from oomguard.config import CheckpointPolicy, Dtype, ModelConfig, Optimizer, StepConfig
+from oomguard.cli.options import COUNT, MEMORY, POLICY, chosen_model, model_options, step_options
+from oomguard.config import StepConfig
 from oomguard.errors import InputError, MeasureError
 from oomguard.rows import SCHEMA, Row, read_rows
-from oomguard.units import format_bytes, format_seconds, parse_bytes
+from oomguard.units import format_bytes, format_seconds
 
 HELP = """Run a training step in a process of its own and keep what it peaked at.
 
@@ -49,19 +51,20 @@ class _Command(click.Command):
 
 @click.command(cls=_Command, help=HELP)
 @click.argument("target", required=False)
-@click.option("--preset", help="A shipped shape: tiny, small, huge, mega, behemoth, titan.")
-@click.option("--config", type=click.Path(), help="A shape of your own, as JSON.")
-@click.option("--case", help="A named step (--list-cases).")
+@model_options
+@click.option("--case", metavar="NAME", help="A named step (--list-cases).")
 @click.option("--list-cases", is_flag=True, help="The named steps.")
-@click.option("--batch", type=int, help="Sequences of a micro-batch.  [default: 1]")
-@click.option("--ctx", type=int, help="Tokens of a sequence.  [default: the shape's context]")
-@click.option("--grad-checkpoint", metavar="POLICY", help="none, every, stride=K, blocks=N, attention, …")
-@click.option("--dtype", type=click.Choice(get_args(Dtype)))
-@click.option("--optimizer", type=click.Choice(get_args(Optimizer)))
-@click.option("--accumulate", type=int, help="Micro-batches of one update.")
+@click.option("--batch", type=COUNT, default="1", show_default=True, help="Sequences of a micro-batch.")
+@click.option(
+    "--grad-checkpoint",
+    type=POLICY,
+    default="none",
+    show_default=True,
+    help="none, every, stride=K|sqrt|auto, blocks=N, attention, attention,blocks=N or custom_function.",
+)
+@click.option("--accumulate", type=COUNT, default="1", show_default=True, help="Micro-batches of an update.")
 @click.option("--one-graph", is_flag=True, help="Accumulate without evaluating each micro-batch.")
-@click.option("--clip", is_flag=True, help="Clip the gradients by their global norm.")
-@click.option("--no-compile", is_flag=True, help="Run the step eagerly.")
+@step_options
 @click.option("--steps", type=click.IntRange(1, 1000), default=3, show_default=True, help="Measured steps.")
 @click.option("--no-sequenced", is_flag=True, help="Leave out the steps with the memory limit at 0.")
 @click.option(
@@ -72,7 +75,9 @@ class _Command(click.Command):
     help="Seconds a child may take.",
 )
 @click.option(
-    "--memory", metavar="SIZE", help="What a child may hold.  [default: what is free when it starts]"
+    "--memory",
+    type=MEMORY,
+    help="What a child may hold: 4GB, 512MiB.  [default: what is free when it starts]",
 )
 @click.option("--force", is_flag=True, help="Run a step even if it cannot fit.")
 @click.option(
@@ -86,7 +91,7 @@ def command(target: str | None, list_cases: bool, as_json: bool, **options: Any)
     if list_cases:
         return _list_cases(as_json)
     if target is not None and _is_row_file(target):
-        _refuse_beside(target, options, but=())
+        _refuse_beside(target, CHOOSES)
         return _show(read_rows(target)[1], as_json)
     return _run(target, as_json, options)
 
@@ -96,14 +101,11 @@ def _run(target: str | None, as_json: bool, options: dict[str, Any]) -> int:
     from oomguard.measure.collect import check_task, measure_task
     from oomguard.measure.task import Settings
 
-    memory = None if options["memory"] is None else parse_bytes(options["memory"])
-    if memory is not None and memory <= 0:
-        raise InputError("--memory 0 leaves nothing to run in; write it as 4GB or 512MiB")
     settings = Settings(
         steps=options["steps"],
         sequenced=not options["no_sequenced"],
         timeout_seconds=options["timeout"],
-        max_memory_bytes=memory,
+        max_memory_bytes=options["memory"],
         force=options["force"],
     )
     tasks, note, out = _what_to_run(target, options)
@@ -125,17 +127,32 @@ def _what_to_run(target: str | None, options: dict[str, Any]) -> tuple[Sequence[
 
     out = None if options["out"] is None else Path(options["out"])
     if target is not None and _is_function(target):
-        _refuse_beside(target, options)
+        _refuse_beside(target, CHOOSES)
         return [Task(function=target)], "", out
     if target is not None:
-        _refuse_beside(target, options)
+        _refuse_beside(target, CHOOSES)
         sweep = read_sweep(target)
         return sweep.tasks, sweep.note, out or Path(f"{Path(target).stem}.rows.jsonl")
     if options["case"] is not None:
-        _refuse_beside("--case", {**options, "case": None})
+        _refuse_beside("--case", CHOOSES - {"case"})
         return [Task(case=options["case"])], "", out
-    model = _model(options["preset"], options["config"])
-    return [Task(model=model, step=_step(model, options))], "", out
+    if options["preset"] is None and options["config"] is None:
+        raise InputError(
+            "nothing to measure: give --preset, --config, --case, FILE.py:FUNCTION or a sweep file"
+        )
+    model = chosen_model(options["preset"], options["config"])
+    step = StepConfig(
+        batch=options["batch"],
+        seq_len=options["ctx_tokens"] or model.context,
+        accumulate=options["accumulate"],
+        evaluate_micro_steps=not options["one_graph"],
+        checkpoint=options["grad_checkpoint"],
+        dtype=options["dtype"],
+        optimizer=options["optimizer"],
+        clip_norm=options["clip"],
+        compiled=options["compiled"],
+    )
+    return [Task(model=model, step=step)], "", out
 
 
 def _is_function(target: str) -> bool:
@@ -152,54 +169,18 @@ def _is_row_file(target: str) -> bool:
     return isinstance(first, dict) and str(first.get("schema", "")).startswith(SCHEMA.split("/")[0])
 
 
-CHOOSES = ("preset", "config", "case", "batch", "ctx", "grad_checkpoint", "dtype", "optimizer", "accumulate")
-CHOOSES_FLAGS = ("one_graph", "clip", "no_compile")
+STEP = ("batch", "grad_checkpoint", "accumulate", "one_graph", "ctx_tokens", "optimizer", "dtype", "clip")
+CHOOSES = frozenset(("preset", "config", "case", "compiled", *STEP))
 
 
-def _refuse_beside(target: str, options: dict[str, Any], but: tuple[str, ...] = ()) -> None:
+def _refuse_beside(target: str, names: frozenset[str]) -> None:
     """An option that chooses a step says nothing beside a target that already is one."""
-    given = [key for key in CHOOSES if options[key] is not None] + [
-        key for key in CHOOSES_FLAGS if options[key]
-    ]
-    if given:
-        raise InputError(f"{target} says what to run; --{given[0].replace('_', '-')} cannot stand beside it")
-
-
-def _model(preset_name: str | None, config: str | None) -> ModelConfig:
-    from oomguard.presets import preset
-
-    if preset_name is not None and config is not None:
-        raise InputError("--preset and --config both give a shape: give one")
-    if config is not None:
-        return ModelConfig.from_file(config)
-    if preset_name is None:
-        raise InputError(
-            "nothing to measure: give --preset, --config, --case, FILE.py:FUNCTION or a sweep file"
-        )
-    return preset(preset_name)
-
-
-def _step(model: ModelConfig, options: dict[str, Any]) -> StepConfig:
-    from pydantic import ValidationError
-
-    from oomguard.config import first_problem
-
-    given = {
-        "batch": 1 if options["batch"] is None else options["batch"],
-        "seq_len": model.context if options["ctx"] is None else options["ctx"],
-        "accumulate": options["accumulate"],
-        "dtype": options["dtype"],
-        "optimizer": options["optimizer"],
-        "evaluate_micro_steps": False if options["one_graph"] else None,
-        "clip_norm": options["clip"] or None,
-        "compiled": False if options["no_compile"] else None,
-    }
-    if options["grad_checkpoint"] is not None:
-        given["checkpoint"] = CheckpointPolicy.parse(options["grad_checkpoint"])
-    try:
-        return StepConfig.model_validate({key: value for key, value in given.items() if value is not None})
-    except ValidationError as error:
-        raise InputError(first_problem(error)) from error
+    ctx = click.get_current_context()
+    for option in ctx.command.params:
+        name = str(option.name)
+        if name in names and ctx.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            said = "/".join([option.opts[0], *option.secondary_opts])
+            raise InputError(f"{target} says what to run; {said} cannot stand beside it")
 
 
 def _sweep(tasks: Sequence[Any], note: str, out: Path, settings: Any, retry: bool, as_json: bool) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig, first_pro
 from oomguard.errors import InputError
 from oomguard.measure.task import Task
 from oomguard.presets import preset
+from oomguard.settings import read_dtype, read_optimizer
 
 FORMAT = """A sweep file is JSON: a list of entries, or {"note": ..., "entries": [...]}; or JSON lines, one
 entry a line. An entry is an object; a value that is a list is multiplied out:
@@ -31,6 +32,11 @@ is 6 configurations. Shape: "preset" (or "config", a file), changed by "n_layers
 SHAPE_FIELDS = tuple(name for name in ModelConfig.model_fields if name != "name")
 STEP_FIELDS = tuple(StepConfig.model_fields)
 ALIASES: dict[str, str] = {"ctx": "seq_len", "grad_checkpoint": "checkpoint"}
+READERS: dict[str, Callable[[str], Any]] = {
+    "checkpoint": CheckpointPolicy.parse,
+    "dtype": read_dtype,
+    "optimizer": read_optimizer,
+}
 KNOWN = {"preset", "config", "case", "name", *SHAPE_FIELDS, *STEP_FIELDS, *ALIASES}
 
 
@@ -144,8 +150,12 @@ def _gpt_task(values: dict[str, Any], folder: Path) -> Task:
     model = _shape(values, folder)
     step = {key: values[key] for key in STEP_FIELDS if key in values}
     step.setdefault("seq_len", model.context)
-    if isinstance(step.get("checkpoint"), str):
-        step["checkpoint"] = CheckpointPolicy.parse(step["checkpoint"])
+    for key, read in READERS.items():
+        if isinstance(step.get(key), str):
+            try:
+                step[key] = read(step[key])
+            except InputError as error:
+                raise InputError(f"{key}: {error}") from error
     try:
         return Task(model=model, step=StepConfig.model_validate(step))
     except ValidationError as error:
