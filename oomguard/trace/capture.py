@@ -13,6 +13,7 @@ import io
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
@@ -34,7 +35,7 @@ from oomguard.trace.containers import (
 )
 from oomguard.trace.graph import Graph, Kind, Region
 from oomguard.trace.label import label
-from oomguard.trace.rawgraph import Exported, build, dtype_name, lead, read_dot
+from oomguard.trace.rawgraph import Exported, Given, build, dtype_name, lead, read_dot
 from oomguard.trace.tags import EVERY_REGION, Call, Site, Tags, checkpointed_functions
 
 Evaluate = Callable[[Any, list[Any]], Any]
@@ -116,11 +117,17 @@ class _Capturing:
         parts = compiled_parts(step)
         self.step = parts[0] if parts else step
         self.compiled = parts is not None
+        self.warnings: list[str] = []
         self.arguments = [*arguments, *keywords.values()]
         self.keywords = list(keywords)
         self.evaluate, self.consumed = evaluate, consumed
         self.marked: frozenset[str] = frozenset()
         reached = discover(self.step)
+        if not self.compiled and any(_updates_state(o) for o in reached):
+            self.compiled = True
+            self.warnings.append(
+                "the step calls a function that mx.compile made; all of the step is traced as compiled"
+            )
         objects = [o for o in reached if isinstance(o, nn.Module | optim.Optimizer)]
         self.state = list(state) if state is not None else _captured_state(parts, objects)
         self.function_state = _listed(parts[2]) if parts else self.state
@@ -188,7 +195,8 @@ class _Capturing:
             ends = [mx.stop_gradient(array) for array in left.roots]
             looked_for = [mx.stop_gradient(array) for array in (*self.outside, *tags.watched)]
             # Drawn in this order, so that each is found again by its place.
-            mx.export_to_dot(drawing, *tracers, *tags.constants, *ends, *looked_for)
+            places = [constant for _, _, constant in tags.stand_ins]
+            mx.export_to_dot(drawing, *tracers, *tags.constants, *places, *ends, *looked_for)
             return ends
 
         self._export(exported, traced, found)
@@ -224,15 +232,18 @@ class _Capturing:
 
     def _build(self, found: list[Leaf], tags: Tags, exported: Exported, drawing: str, left: _Left) -> Capture:
         drawn = read_dot(drawing)
-        given, marks = len(exported.inputs), len(tags.constants)
         ends = drawn.ends[: len(left.roots)]
         outside = drawn.ends[len(ends) : len(ends) + len(self.outside)]
         match = lead(drawn, exported, dict(zip(ends, exported.outputs, strict=True)))
         graph = Graph()
         numbers, batch = self._graph_inputs(graph, found, exported)
-        inputs = dict(zip(drawn.sources[:given] + outside, numbers, strict=True))
-        marked = {name: number for number, name in enumerate(drawn.sources[given : given + marks])}
-        built = build(drawn, exported, match, inputs, marked, graph)
+        sources = iter(drawn.sources)
+        given = Given(
+            inputs=dict(zip([*islice(sources, len(exported.inputs)), *outside], numbers, strict=True)),
+            marks={next(sources): number for number in range(len(tags.constants))},
+            stand_ins={next(sources): (name, arguments) for name, arguments, _ in tags.stand_ins},
+        )
+        built = build(drawn, exported, match, given, graph)
         roots = [built.ids[name] for name in ends]
         evaluation = graph.evaluate([roots[r] for r in left.evaluated], held=[roots[r] for r in left.held])
         evaluation.held.update(batch)
@@ -243,7 +254,7 @@ class _Capturing:
         graph.carries = {numbers[k]: roots[r] for k, r in enumerate(left.carried)}
         graph.remove_dead()
         label(graph, tags.calls, watched, [roots[r] for r in left.returned])
-        return Capture(graph, self.compiled, list(tags.warnings))
+        return Capture(graph, self.compiled, self.warnings + tags.warnings)
 
     def _graph_inputs(
         self, graph: Graph, found: list[Leaf], exported: Exported
@@ -347,6 +358,12 @@ def _captured_state(parts: Any, objects: list[Any]) -> list[Any]:
     if parts and parts[1] is not None:
         return _listed(parts[1])
     return objects
+
+
+def _updates_state(value: Any) -> bool:
+    """Whether it is a compiled function that captured outputs: a step, not an activation function."""
+    parts = compiled_parts(value)
+    return parts is not None and parts[2] is not None
 
 
 def _listed(tree: Any) -> list[Any]:

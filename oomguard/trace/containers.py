@@ -156,7 +156,7 @@ class Snapshot:
 
 
 def discover(function: Any) -> list[Any]:
-    """Modules, optimizers and arrays a step reaches through its closure, its globals and what it is bound to.
+    """Modules, optimizers, arrays and compiled functions a step reaches: closure, globals, what it is bound to.
 
     Returns them in the order met; looks two functions deep, because ``nn.value_and_grad`` wraps one.
     """
@@ -185,8 +185,9 @@ def _discover(value: Any, found: list[Any], seen: set[int], depth: int) -> None:
         _discover(value.__func__, found, seen, depth)
     elif hasattr(value, "__code__"):
         _discover_function(value, found, seen, depth)
-    elif compiled_parts(value) is not None:
-        _discover(compiled_parts(value)[0], found, seen, depth)  # type: ignore[index]
+    elif (parts := compiled_parts(value)) is not None:
+        found.append(value)
+        _discover(parts[0], found, seen, depth)
     elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
         for inner in list(vars(value).values()):
             _discover(inner, found, seen, depth - 1)

@@ -124,6 +124,8 @@ def simulate(
         graph = rewrite(graph)
     if compiled:
         compile_graph(graph, device.fusion)
+        # The compiled function keeps its constants from call to call.
+        graph.evaluations[0].held.update(a.id for a in graph.arrays if a.kind == "constant")
     _name_new_state(graph)
     program = Program(graph, device)
     steps = _Steps(program, memory_limit, None, surroundings)

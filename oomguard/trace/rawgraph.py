@@ -160,70 +160,95 @@ class Built:
     cotangents: dict[int, int] = field(default_factory=dict)
 
 
-def build(
-    drawn: Drawn,
-    exported: Exported,
-    match: dict[str, str],
-    inputs: dict[str, int],
-    marked: dict[str, int],
-    graph: Graph,
-) -> Built:
+@dataclass(slots=True)
+class Given:
+    """What is known of the drawn sources.
+
+    Attributes:
+        inputs: ids of the arrays that are graph inputs already, whatever makes them.
+        marks: number of the mark each mark's constant belongs to.
+        stand_ins: the primitive and its arguments that a ``Depends`` on a constant stands for.
+    """
+
+    inputs: dict[str, int]
+    marks: dict[str, int]
+    stand_ins: dict[str, tuple[str, tuple[Any, ...]]]
+
+
+def build(drawn: Drawn, exported: Exported, match: dict[str, str], given: Given, graph: Graph) -> Built:
     """Builds the true graph, the marks of ``tags`` taken out.
 
     Args:
         match: from ``lead``.
-        inputs: drawn names that are graph inputs already, whatever makes them.
-        marked: number of the mark each mark's constant belongs to.
-        graph: has the arrays of ``inputs``; the rest is added to it.
+        given: what is known of the sources.
+        graph: has the arrays of ``given.inputs``; the rest is added to it.
     """
-    ids = dict(inputs)
-    shapes, makers = exported.shapes, exported.makers
-    arguments: dict[int, tuple[Any, ...]] = {}
-    built = Built(graph, ids)
-    tags = dict(marked)
+    return _Building(drawn, exported, match, given, graph).run()
 
-    def array_of(name: str) -> int:
+
+class _Building:
+    def __init__(self, drawn: Drawn, exported: Exported, match: dict[str, str], given: Given, graph: Graph):
+        self.drawn, self.exported, self.match, self.graph = drawn, exported, match, graph
+        self.inputs, self.stand_ins = given.inputs, given.stand_ins
+        self.tags = dict(given.marks)
+        self.built = Built(graph, dict(given.inputs))
+        self._arguments: dict[int, tuple[Any, ...]] = {}
+
+    def run(self) -> Built:
+        drawn, match = self.drawn, self.match
+        for label, read, outputs in zip(drawn.primitives, drawn.inputs, drawn.outputs, strict=True):
+            if outputs[0] in self.inputs or not any(o in match for o in outputs):
+                continue
+            if read and (read[0] in self.tags or read[-1] in self.tags):
+                self._take_out_mark(label, read, outputs[0])
+            else:
+                self._add(label, read, outputs)
+        for name in drawn.ends:
+            if name in match:
+                self._array(name)
+        return self.built
+
+    def _array(self, name: str) -> int:
+        ids = self.built.ids
         number = ids.get(name)
         if number is None:
-            number = ids[name] = _constant(graph, exported, match[name])
+            number = ids[name] = _constant(self.graph, self.exported, self.match[name])
         return number
 
-    for number, label in enumerate(drawn.primitives):
-        outputs = drawn.outputs[number]
-        if outputs[0] in inputs or not any(o in match for o in outputs):
-            continue
-        read = drawn.inputs[number]
-        if read and (read[0] in tags or read[-1] in tags):
-            if len(read) == 1:  # the constant on its way: to another dtype, to another shape
-                tags[outputs[0]] = tags[read[0]]
-                continue
-            if label != "Multiply":
-                raise TraceError(f"a mark of the trace was read by {label}; please report it with the step")
-            # array * constant in the forward, constant * cotangent in the backward
-            if read[0] in tags:
-                ids[outputs[0]] = built.cotangents[tags[read[0]]] = array_of(read[1])
-            else:
-                ids[outputs[0]] = array_of(read[0])
-            continue
-        name = label.partition(" ")[0]
-        if name in NO_OPS:
-            given: tuple[Any, ...] = ()
+    def _take_out_mark(self, label: str, read: list[str], output: str) -> None:
+        """``array * constant`` in the forward, ``constant * cotangent`` in the backward."""
+        tags, ids = self.tags, self.built.ids
+        if len(read) == 1:  # the constant on its way: to another dtype, to another shape
+            tags[output] = tags[read[0]]
+        elif label != "Multiply":
+            raise TraceError(f"a mark of the trace was read by {label}; please report it with the step")
+        elif read[0] in tags:
+            ids[output] = self.built.cotangents[tags[read[0]]] = self._array(read[1])
         else:
-            maker = makers[match[outputs[0]]]
-            given = arguments.get(id(maker), ())
-            if not given and maker[3]:
-                given = arguments[id(maker)] = tuple(_plain(value) for value in maker[3])
+            ids[output] = self._array(read[0])
+
+    def _add(self, label: str, read: list[str], outputs: list[str]) -> None:
+        name = label.partition(" ")[0]
+        name = RENAMED.get(name, name)
+        if name == "Depends" and read[-1] in self.stand_ins:
+            name, arguments = self.stand_ins[read[-1]]
+            read = read[:-1]
+        else:
+            arguments = () if name in NO_OPS else self._arguments_of(outputs[0])
+        inputs = [self._array(i) for i in read]
         made = []
         for output in outputs:
-            shape, dtype = shapes[match[output]]
-            made.append(graph.array(shape, dtype))
-            ids[output] = made[-1]
-        node = Node(RENAMED.get(name, name), [array_of(i) for i in read], made, given)
-        graph.append(node)
-    for name in drawn.ends:
-        if name in match:
-            array_of(name)
-    return built
+            shape, dtype = self.exported.shapes[self.match[output]]
+            made.append(self.graph.array(shape, dtype))
+            self.built.ids[output] = made[-1]
+        self.graph.append(Node(name, inputs, made, arguments))
+
+    def _arguments_of(self, output: str) -> tuple[Any, ...]:
+        maker = self.exported.makers[self.match[output]]
+        known = self._arguments.get(id(maker))
+        if known is None:
+            known = self._arguments[id(maker)] = tuple(_plain(value) for value in maker[3])
+        return known
 
 
 def _constant(graph: Graph, exported: Exported, name: str) -> int:

@@ -75,6 +75,7 @@ class Tags:
         self.calls: list[Call] = []
         self.watched: list[mx.array] = []
         self.constants: list[mx.array] = []
+        self.stand_ins: list[tuple[str, tuple[Any, ...], mx.array]] = []
         self.warnings: list[str] = []
         self._stack: list[int] = []
         self._block = -1
@@ -122,6 +123,7 @@ class Tags:
                 stack.enter_context(
                     _attribute(cls, "apply_gradients", self._apply_gradients(cls.__dict__["apply_gradients"]))
                 )
+            stack.enter_context(_everywhere(mx.contiguous, self._contiguous))
             stack.enter_context(_everywhere(mx.checkpoint, self._checkpoint))
             for function in wrapped:
                 stack.enter_context(_everywhere(function, self._checkpoint(gc.get_referents(function)[1])))
@@ -174,6 +176,13 @@ class Tags:
             return self.run(original, Call(f"fast.{name}", name, self._block, given), args, kwargs)
 
         return marked
+
+    def _contiguous(self, a: mx.array, allow_col_major: bool = False, **stream: Any) -> mx.array:
+        """``mx.contiguous`` cannot be exported; a ``Depends`` on a constant of its own holds its place."""
+        constant = mx.array([len(self.stand_ins)], mx.int32)
+        self.stand_ins.append(("Contiguous", (allow_col_major,), constant))
+        placed: mx.array = mx.depends([a], [constant])[0]
+        return placed
 
     def _checkpoint(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
