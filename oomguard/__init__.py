@@ -7,6 +7,8 @@
     oomguard.largest_batch("huge", memory="2GB", grad_checkpoint="every")
     with oomguard.Guard.of(plan) as guard:  # beside your own training loop
         ...
+    oomguard.trace(step, batch, state=[model, optimizer]).peak_bytes  # any MLX step, not run
+    oomguard.checkpoint_layers(model.layers, "every")  # recompute in any list of MLX layers
 
 The names are found when they are first used, so that ``import oomguard`` costs nothing.
 """
@@ -18,25 +20,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from oomguard.guard import Guard as Guard
+    from oomguard.model.checkpoint import checkpoint_layers as checkpoint_layers
     from oomguard.planner import Plan as Plan
     from oomguard.planner import largest_batch as largest_batch
     from oomguard.planner import plan as plan
+    from oomguard.trace.engine import trace as trace
 
 _HOME = {
     "Guard": "oomguard.guard",
     "Plan": "oomguard.planner",
     "largest_batch": "oomguard.planner",
     "plan": "oomguard.planner",
+    "checkpoint_layers": "oomguard.model.checkpoint",
 }
 
-__all__ = ["Guard", "Plan", "largest_batch", "plan"]
+__all__ = ["Guard", "Plan", "checkpoint_layers", "largest_batch", "plan", "trace"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "trace":
+        return importlib.import_module("oomguard.trace")  # a package that can be called
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_HOME, "trace"})

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from oomguard.config import ModelConfig, StepConfig
+from oomguard.config import NO_CHECKPOINT, ModelConfig, StepConfig
 from oomguard.errors import TraceError
+from oomguard.inventory import Inventory
 from oomguard.search import Traced, Tracer
 from oomguard.settings import Engine
 
 if TYPE_CHECKING:
     from oomguard.device import Device
+    from oomguard.trace.result import TraceResult
 
+OTHER_ARCHITECTURE = "applegpu_g16s"  # of a Pro or Max, where the machine's own is not known
 TRACE_MARGIN = 0.03  # a default run may peak this much above its trace (the trace's own stated bound)
 
 
@@ -32,15 +36,15 @@ def find_tracer(engine: Engine, device: Device) -> tuple[Tracer | None, str | No
         return None, None
     reason = _why_not(device)
     if reason is None:
-        return trace_step, None
+        return partial(trace_step, device=device), None
     if engine == "trace":
         raise TraceError(f"--engine trace: {reason}; --engine estimate does without")
     return None, f"not confirmed by a trace: {reason}"
 
 
 def _why_not(device: Device) -> str | None:
-    if device.backend != "cpu":
-        return f"the preset GPT is simulated on the cpu backend, and the plan is for {device.backend}"
+    if device.backend == "cuda":
+        return "the preset GPT is simulated on the cpu and metal backends, and the plan is for cuda"
     try:
         import mlx.core  # noqa: F401, the trace captures a real step
     except ImportError as error:
@@ -48,8 +52,13 @@ def _why_not(device: Device) -> str | None:
     return None
 
 
-def trace_step(model: ModelConfig, step: StepConfig) -> Traced:
-    """One step of the preset GPT, captured without running it and simulated on the CPU backend.
+def trace_step(model: ModelConfig, step: StepConfig, device: Device | None = None) -> Traced:
+    """One step of the preset GPT, captured without running it and simulated.
+
+    Args:
+        model, step: what runs.
+        device: the machine; the CPU backend if None. For Metal the step is captured once without recompute, and
+            the graph is rewritten as the policy and the GPU would have it.
 
     Raises:
         TraceError: the step cannot be captured.
@@ -57,7 +66,10 @@ def trace_step(model: ModelConfig, step: StepConfig) -> Traced:
     from oomguard.model.step import build_step
     from oomguard.trace.engine import trace_built
 
-    found = trace_built(build_step(model, step, evaluated=False))
+    if device is None or device.backend == "cpu":
+        found = trace_built(build_step(model, step, evaluated=False))
+    else:
+        found = _trace_on_metal(model, step, device)
     return Traced(
         peak_bytes=found.peak_bytes,
         low_bytes=found.low_bytes,
@@ -67,4 +79,27 @@ def trace_step(model: ModelConfig, step: StepConfig) -> Traced:
         breakdown={name.replace(" ", "_"): size for name, size in found.breakdown.items()},
         largest_tensor_bytes=found.largest_buffer_bytes,
         warnings=tuple(found.warnings),
+    )
+
+
+def _trace_on_metal(model: ModelConfig, step: StepConfig, device: Device) -> TraceResult:
+    import mlx.core as mx
+
+    from oomguard.measure.provenance import mlx_version
+    from oomguard.model.step import build_step
+    from oomguard.trace import metal
+    from oomguard.trace.engine import trace_built
+    from oomguard.trace.lower import LOWERED, parse_version
+    from oomguard.trace.remat import apply_policy
+
+    chip = metal.Chip.named(device.architecture or OTHER_ARCHITECTURE)
+    native = mx.metal.is_available()
+    inventory = Inventory(model, step, "metal")
+    return trace_built(
+        build_step(model, step.but(checkpoint=NO_CHECKPOINT), evaluated=False),
+        device=metal.device(chip, parse_version(device.mlx or mlx_version())),
+        rewrite=lambda graph: apply_policy(
+            graph, step.checkpoint, block_to_boundary=inventory.block_to_boundary
+        ),
+        marked=frozenset({"block"}) if native else LOWERED | {"block"},
     )
