@@ -78,6 +78,8 @@ class _Kernels:
         self.fusion = fusion
         self.arrays: list[Array] = held.graph.arrays
         self.outputs = set(held.outputs)
+        # Not lists: a scalar that the update of every parameter reads has thousands of readers.
+        self.readers = {i: dict.fromkeys(pairs) for i, pairs in held.readers.items()}
 
     def run(self) -> None:
         held = self.held
@@ -112,7 +114,7 @@ class _Kernels:
         ):
             into.read.add(i)
             return
-        if depth > 0 and any(reader not in into.inside for reader, _ in self.held.readers.get(i, ())):
+        if depth > 0 and any(reader not in into.inside for reader, _ in self.readers.get(i, ())):
             double = node.primitive == "Broadcast" and self.fusion.doubles_broadcasts
             if double and len(into.read) < MAX_ARRAYS:
                 self._gather(self._double(i, node, into.inside), depth, into)
@@ -131,42 +133,39 @@ class _Kernels:
 
     def _double(self, i: int, node: Node, inside: set[int]) -> int:
         """A second broadcast for the readers inside the kernel; those outside keep the first."""
-        graph, readers = self.held.graph, self.held.readers
+        graph, readers = self.held.graph, self.readers
         double = graph.op(node.primitive, node.inputs, self.arrays[i].shape, self.arrays[i].dtype)
         copy = graph.nodes.pop()
         copy.phase, copy.block, copy.scope = node.phase, node.block, node.scope
         copy.arguments = node.arguments
-        moved = [pair for pair in readers[i] if pair[0] in inside]
-        readers[i] = [pair for pair in readers[i] if pair[0] not in inside]
-        readers[double] = moved
-        for reader, position in moved:
+        readers[double] = {}
+        for reader in inside:
             producer = self.arrays[reader].producer
             assert producer is not None
-            producer.inputs[position] = double
+            for position, read in enumerate(producer.inputs):
+                if read == i:
+                    producer.inputs[position] = double
+                    del readers[i][reader, position]
+                    readers[double][reader, position] = None
         return double
 
     def _fuse(self, root: int, node: Node, inside: set[int]) -> set[int]:
         """Makes one node of what is inside; returns the arrays that have no place on the tape any more."""
-        readers = self.held.readers
+        readers = self.readers
         chain, read = self._in_order(root, inside)
-        outputs = []
-        for i in chain[:-1]:
-            if i in self.outputs:
-                outputs.append(i)
-                readers[i] = [pair for pair in readers.get(i, ()) if pair[0] not in inside]
-            else:
-                readers.pop(i, None)
-        outputs.append(root)
+        outputs = [i for i in chain if i in self.outputs and i != root] + [root]
+        for i in chain:
+            producer = self.arrays[i].producer
+            assert producer is not None
+            for position, j in enumerate(producer.inputs):
+                readers[j].pop((i, position), None)  # a doubled broadcast is nobody's reader
         names = tuple(self._name(i) for i in chain)
         constants = tuple(k for k, i in enumerate(read) if self._is_constant(i))
         kernel = Node("Compiled", read, outputs, (names, constants), node.phase, node.block, node.scope)
         for position, i in enumerate(outputs):
             self.arrays[i].producer, self.arrays[i].position = kernel, position
         for position, i in enumerate(read):
-            if self.arrays[i].producer is None:
-                continue  # never gathered, so nobody asks who reads it
-            pairs = [pair for pair in readers.get(i, ()) if pair[0] not in inside]
-            readers[i] = pairs + [(o, position) for o in outputs]
+            readers[i].update(((o, position), None) for o in outputs)
         for i in chain:
             if i not in outputs:
                 self.arrays[i].producer = None

@@ -179,6 +179,7 @@ def _merge_equal(held: Tape) -> None:
     position = {i: k for k, i in enumerate(held.order)}
     outputs = set(held.outputs)
     for _ in range(PASSES):
+        before = len(held.moved)
         kept = []
         for i in held.order:
             orphan = _merge_readers(held, i, position, outputs)
@@ -186,7 +187,10 @@ def _merge_equal(held: Tape) -> None:
                 orphan = _merge_readers(held, sibling, position, outputs) and orphan
             if not orphan:
                 kept.append(i)
+        unchanged = len(kept) == len(held.order) and len(held.moved) == before
         held.order = kept
+        if unchanged:
+            break
 
 
 def _merge_readers(held: Tape, i: int, position: dict[int, int], outputs: set[int]) -> bool:
