@@ -302,10 +302,10 @@ def test_policy_that_recomputes_nothing_is_accepted() -> None:
 
 
 def test_engine_auto_says_why_it_did_without_a_trace() -> None:
-    mac = Device("mac", "metal", working_set_bytes=16 * GIB)
+    gpu = Device("gpu", "cuda", working_set_bytes=16 * GIB)
     found = answer(
         request(engine="auto", memory_bytes=GIB),
-        mac,
+        gpu,
         estimator=FakeEstimator(),
         calibration=FakeCoefficients(),
     )
@@ -315,9 +315,9 @@ def test_engine_auto_says_why_it_did_without_a_trace() -> None:
 
 
 def test_engine_trace_fails_where_it_cannot_be_had() -> None:
-    mac = Device("mac", "metal", working_set_bytes=16 * GIB)
+    gpu = Device("gpu", "cuda", working_set_bytes=16 * GIB)
     with pytest.raises(TraceError, match="--engine estimate does without"):
-        answer(request(engine="trace"), mac, estimator=FakeEstimator(), calibration=FakeCoefficients())
+        answer(request(engine="trace"), gpu, estimator=FakeEstimator(), calibration=FakeCoefficients())
 
 
 def test_trace_of_a_preset_step_needs_no_memory_and_sums_up() -> None:
@@ -338,3 +338,13 @@ def test_public_names_resolve_to_functions_not_modules() -> None:
     assert {"plan", "largest_batch", "Guard", "Plan"} <= set(dir(oomguard))
     with pytest.raises(AttributeError, match="no attribute 'plans'"):
         _ = oomguard.plans
+
+
+def test_metal_is_traced_from_a_graph_captured_here() -> None:
+    mac = Device("mac", "metal", working_set_bytes=16 * GIB, architecture="applegpu_g16s", mlx="0.31.1")
+    plain, every = (
+        trace_step(SHAPE, StepConfig(batch=4, seq_len=64, checkpoint=policy), mac)
+        for policy in (NO_CHECKPOINT, EVERY_BLOCK)
+    )
+    assert every.sequenced_peak_bytes < plain.sequenced_peak_bytes
+    assert sum(plain.breakdown.values()) == plain.peak_bytes
