@@ -13,6 +13,7 @@ import io
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from itertools import islice
 from typing import Any
 
@@ -128,20 +129,18 @@ class _Capturing:
             self.warnings.append(
                 "the step calls a function that mx.compile made; all of the step is traced as compiled"
             )
-        objects = [o for o in reached if isinstance(o, nn.Module | optim.Optimizer)]
+        objects = self.objects = [o for o in reached if isinstance(o, nn.Module | optim.Optimizer)]
         self.state = list(state) if state is not None else _captured_state(parts, objects)
         self.function_state = _listed(parts[2]) if parts else self.state
         known = {id(tree) for item in self.state for tree in _containers(item)}
-        self.hidden = [o for o in objects if not any(id(tree) in known for tree in _containers(o))]
+        self.hidden: list[Any] = [o for o in objects if not any(id(t) in known for t in _containers(o))]
         if not any(item is mx.random.state for item in self.state):
             self.hidden.append(mx.random.state)
         self.outside = [o for o in reached if isinstance(o, mx.array)]
         self.modules = _modules([*self.state, *objects])
 
     def run(self, first_step: bool) -> Capture:
-        snapshot = Snapshot(
-            self.state, self.hidden, [o for o in self.modules.values() if isinstance(o, nn.Module)]
-        )
+        snapshot = Snapshot(self.state, self.hidden, self.objects, list(self.modules.values()))
         try:
             try:
                 return self._passes(first_step, [])
@@ -156,7 +155,7 @@ class _Capturing:
 
     def _passes(self, first_step: bool, wrapped: list[Any]) -> Capture:
         """Captures, and again while the step leaves its state in another form than it found it."""
-        optimizers = [o for o in (*self.state, *self.hidden) if isinstance(o, optim.Optimizer)]
+        optimizers = [o for o in (*self.state, *self.objects) if isinstance(o, optim.Optimizer)]
         if not first_step and any(not getattr(o, "_initialized", True) for o in optimizers):
             self._look()
         for _ in range(MAX_PASSES):
@@ -197,7 +196,7 @@ class _Capturing:
             # Drawn in this order, so that each is found again by its place.
             places = [constant for _, _, constant in tags.stand_ins]
             mx.export_to_dot(drawing, *tracers, *tags.constants, *places, *ends, *looked_for)
-            return ends
+            return left.roots
 
         self._export(exported, traced, found)
         return self._build(found, tags, exported, drawing.getvalue(), left)
@@ -244,6 +243,7 @@ class _Capturing:
             stand_ins={next(sources): (name, arguments) for name, arguments, _ in tags.stand_ins},
         )
         built = build(drawn, exported, match, given, graph)
+        _refuse_custom_kernels(graph)
         roots = [built.ids[name] for name in ends]
         evaluation = graph.evaluate([roots[r] for r in left.evaluated], held=[roots[r] for r in left.held])
         evaluation.held.update(batch)
@@ -423,6 +423,14 @@ def _form(found: list[Leaf]) -> list[tuple[str, tuple[int, ...], str]]:
     return [(leaf.name, tuple(leaf.array.shape), str(leaf.array.dtype)) for leaf in found]
 
 
+def _refuse_custom_kernels(graph: Graph) -> None:
+    if any(node.primitive == "CustomKernel" for node in graph.nodes):
+        raise TraceError(
+            "the step calls a custom Metal kernel (mx.fast.metal_kernel), and nothing says what it needs; trace the "
+            "step with the kernel replaced by the MLX operations it stands for"
+        )
+
+
 def _explained(error: Exception) -> TraceError:
     """What went wrong while MLX traced the step, where in the user's code, and what to do."""
     text = str(error)
@@ -442,14 +450,9 @@ def _explained(error: Exception) -> TraceError:
             "the step uses a function that mx.checkpoint or mx.custom_function wrapped before the trace began; wrap "
             "it inside the step (as mlx_lm's grad_checkpoint and mlx.nn.utils.checkpoint do)"
         )
-    if "CustomKernel" in text or "metal_kernel" in text:
-        return TraceError(
-            "the step calls a custom Metal kernel, whose memory nothing states; trace it with the kernel replaced "
-            "by the MLX operations it stands for"
-        )
     if "Unable to get state for primitive" in text:
         name = text.rpartition(" ")[2]
-        return TraceError(f"MLX {mx.__version__} cannot export the primitive {name}, which the step uses")
+        return TraceError(f"MLX {version('mlx')} cannot export the primitive {name}, which the step uses")
     return TraceError(f"the step raised {type(error).__name__}{where}: {text}")
 
 

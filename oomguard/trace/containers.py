@@ -7,6 +7,7 @@ state. A capture replaces every array in them, runs the step, reads what the ste
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -183,11 +184,14 @@ def _discover(value: Any, found: list[Any], seen: set[int], depth: int) -> None:
     elif hasattr(value, "__self__") and not isinstance(value.__self__, type) and hasattr(value, "__func__"):
         _discover(value.__self__, found, seen, depth - 1)
         _discover(value.__func__, found, seen, depth)
-    elif hasattr(value, "__code__"):
-        _discover_function(value, found, seen, depth)
     elif (parts := compiled_parts(value)) is not None:
         found.append(value)
         _discover(parts[0], found, seen, depth)
+    elif type(value).__name__ == "_gc_func":
+        for inner in gc.get_referents(value)[1:]:
+            _discover(inner, found, seen, depth)
+    elif hasattr(value, "__code__"):
+        _discover_function(value, found, seen, depth)
     elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
         for inner in list(vars(value).values()):
             _discover(inner, found, seen, depth - 1)
@@ -212,8 +216,6 @@ def compiled_parts(function: Any) -> tuple[Any, Any, Any] | None:
 
     MLX has no accessor; the garbage collector's view of the object is (type, inputs, outputs, function).
     """
-    import gc
-
     if type(function).__name__ != "_gc_func":
         return None
     parts = gc.get_referents(function)

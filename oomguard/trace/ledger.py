@@ -38,10 +38,11 @@ _BY_KIND = {
     "state": "other state",
     "constant": "constants",
 }
-VIEWS = frozenset(
+_VIEWS = (
     "AsStrided Broadcast BroadcastAxes Copy CustomTransforms Depends ExpandDims Flatten Reshape Slice Split "
-    "Squeeze StopGradient Transpose Unflatten View".split()
+    "Squeeze StopGradient Transpose Unflatten View"
 )
+VIEWS = frozenset(_VIEWS.split())
 
 
 def categories(graph: Graph) -> list[int]:

@@ -29,11 +29,11 @@ class Operands:
         "arguments",
         "buffer_bytes",
         "donatable",
+        "dtypes",
         "inputs",
         "items",
         "out_items",
         "out_shapes",
-        "dtypes",
     )
 
     inputs: list[Layout]

@@ -10,6 +10,7 @@ input, and every other primitive for the one the simplified graph has in its pla
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
@@ -141,7 +142,7 @@ def lead(drawn: Drawn, exported: Exported, roots: dict[str, str]) -> dict[str, s
         name = primitive.partition(" ")[0]
         if maker is None or maker[0] != RENAMED.get(name, name) or len(maker[1]) != len(inputs):
             raise TraceError(
-                f"MLX {mx.__version__} exports this step as two different graphs (at {name}); "
+                f"MLX {version('mlx')} exports this step as two different graphs (at {name}); "
                 "please report it with the step"
             )
         for drawn_name, exported_name in zip(inputs, maker[1], strict=True):
