@@ -11,6 +11,7 @@ from statistics import median_low
 from typing import Any
 
 from oomguard.trace.capture import Capture, Evaluate, capture, returned_then_state
+from oomguard.trace.collector import collector_paused
 from oomguard.trace.containers import leaves, state_tree
 from oomguard.trace.fuse import compile_graph
 from oomguard.trace.graph import Graph
@@ -40,6 +41,7 @@ class Surroundings:
 Rewrite = Callable[[Graph], Graph]
 
 
+@collector_paused()
 def trace(
     step: Callable[..., Any],
     *arguments: Any,
@@ -100,6 +102,7 @@ def trace(
     )
 
 
+@collector_paused()
 def simulate(
     captured: Capture,
     *,
@@ -119,15 +122,10 @@ def simulate(
         steady_steps: how many steps to simulate after the first, and again with the memory limit at 0.
         surroundings: what else the process evaluates.
     """
-    graph = _with_checkpoints(device.build(captured.graph))
+    graph = built_for(device, captured)
     if rewrite is not None:
         graph = rewrite(graph)
-    if compiled:
-        compile_graph(graph, device.fusion)
-        # The compiled function keeps its constants from call to call.
-        graph.evaluations[0].held.update(a.id for a in graph.arrays if a.kind == "constant")
-    _name_new_state(graph)
-    program = Program(graph, device)
+    program = prepare(graph, compiled=compiled, device=device)
     steps = _Steps(program, memory_limit, None, surroundings)
     runs = [steps.step() for _ in range(1 + steady_steps)]
     steady = runs[1:] or runs
@@ -163,6 +161,33 @@ def simulate(
     )
 
 
+def built_for(device: Device, captured: Capture) -> Graph:
+    """The graph a device builds of a captured step, what the step recomputes in it."""
+    return _with_checkpoints(device.build(captured.graph))
+
+
+def prepare(graph: Graph, *, compiled: bool, device: Device) -> Program:
+    """A graph that ``device`` builds, compiled in place where the step is, as a program to simulate."""
+    if compiled:
+        compile_graph(graph, device.fusion)
+        # The compiled function keeps its constants from call to call.
+        graph.evaluations[0].held.update(a.id for a in graph.arrays if a.kind == "constant")
+    _name_new_state(graph)
+    return Program(graph, device)
+
+
+def step_peaks(
+    program: Program,
+    count: int,
+    *,
+    memory_limit: int | None = None,
+    surroundings: Surroundings = Surroundings(),
+) -> list[int]:
+    """The peaks of the first steps of a process, in bytes: what ``simulate`` finds, and nothing else of it."""
+    steps = _Steps(program, memory_limit, None, surroundings)
+    return [steps.step().peak_bytes for _ in range(count)]
+
+
 def _with_checkpoints(graph: Graph) -> Graph:
     """The graph with the calls of ``mx.checkpoint`` and ``mx.custom_function`` found in the step recomputed."""
     for kind, bare in (("checkpoint", False), ("custom_function", True)):
@@ -183,10 +208,7 @@ def counted_timelines(captured: Capture) -> tuple[list[int], list[int], list[Mom
 
     The steady state is the median, primitive by primitive, of the steps after the first.
     """
-    graph = _with_checkpoints(CPU.build(captured.graph))
-    if captured.compiled:
-        compile_graph(graph)
-    program = Program(graph, CPU)
+    program = prepare(built_for(CPU, captured), compiled=captured.compiled, device=CPU)
     alone = _Steps(program, None, ImmediateQueue(), Surroundings()).step()
     default = _Steps(program, None, None, Surroundings())
     runs = [default.step().high for _ in range(1 + STEADY_STEPS)][1:]
@@ -289,6 +311,7 @@ def _unknown_warnings(program: Program) -> list[str]:
     ]
 
 
+@collector_paused()
 def trace_built(
     built: Any,
     *,
