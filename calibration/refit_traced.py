@@ -20,7 +20,7 @@ from oomguard.calibration.design_sweep import policy, shape
 from oomguard.calibration.refit import ROWS
 from oomguard.calibration.trace_check import trace_row
 from oomguard.coefficients import Coefficients
-from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
+from oomguard.config import CheckpointPolicy, Dtype, ModelConfig, StepConfig
 from oomguard.estimate import estimate
 from oomguard.fit import fit_profile
 from oomguard.rows import Header, Row, read_rows
@@ -43,7 +43,7 @@ def traced_rows(header: Header, count: int) -> Iterator[Row]:
 
 
 def _asked(header: Header, rng: random.Random) -> Row:
-    dtype = rng.choice(["float32", "float32", "float32", "bfloat16"])
+    dtype: Dtype = rng.choice(("float32", "float32", "float32", "bfloat16"))
     entry = shape(rng, dtype)
     model = ModelConfig.model_validate({name: value for name, value in entry.items() if name != "batch"})
     step = StepConfig(

@@ -150,10 +150,9 @@ def trace_row(row: Row) -> tuple[int, int, bool, str]:
 
     try:
         if row.model is not None and row.step is not None:
-            built = build_step(row.model, row.step, evaluated=False)
+            found = trace_built(build_step(row.model, row.step, evaluated=False))
         else:
-            built = build_case(row.case or "", evaluated=False)
-        found = trace_built(built)
+            found = trace_built(build_case(row.case or "", evaluated=False))
     except OomguardError as error:
         return 0, 0, False, str(error)
     return found.peak_bytes, found.sequenced_peak_bytes, found.compiled, ""
@@ -162,7 +161,8 @@ def trace_row(row: Row) -> tuple[int, int, bool, str]:
 def _m5_sections() -> Iterator[Section]:
     from oomguard.calibration.swift import ROWS, predictions
 
-    plain, merged = [], []
+    plain: list[Check] = []
+    merged: list[Check] = []
     for row, result in predictions(read_rows(ROWS)[1]):
         measured = row.peak_bytes or 0
         check = Check(row_label(row), measured, result.peak_bytes, measured >= METAL_LEAST_PEAK_BYTES)
