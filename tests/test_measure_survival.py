@@ -108,6 +108,19 @@ def test_failed_row_is_measured_again_only_when_asked(tmp_path: Path) -> None:
     assert [row.status for row in read_rows(out)[1]] == ["failed", "ok", "failed"]
 
 
+def test_function_whose_file_was_edited_is_measured_again(tmp_path: Path) -> None:
+    out, file = tmp_path / "rows.jsonl", tmp_path / "own.py"
+    file.write_text(STEPS.read_text())
+    task = Task(function=f"{file}:four_and_eight")
+    os.utime(file, (0, 0))
+    assert [step.kept for step in sweep([task, task], out, QUICK)] == [False]
+    assert [step.kept for step in sweep([task], out, QUICK)] == [True]
+    file.write_text(file.read_text().replace("[kept, kept]", "[kept, kept, kept]"))
+    (again,) = sweep([task], out, QUICK)
+    assert not again.kept
+    assert again.row.peak_bytes == 16 << 20
+
+
 def test_death_of_one_child_leaves_the_rest_of_the_sweep(tmp_path: Path) -> None:
     steps = collect(tmp_path / "rows.jsonl", "aborted", "four_and_eight", "segmentation_fault", "cyclic")
     assert [step.row.status for step in steps] == ["failed", "ok", "ok", "ok"]

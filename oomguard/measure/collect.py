@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import fcntl
 import os
 import signal
@@ -155,8 +156,9 @@ def sweep(
 ) -> Iterator[Progress]:
     """Measures tasks into a row file, yielding after each row is on disk.
 
-    A row that is in the file is not measured again (a failed one is, with ``retry``), so a second call after
-    Ctrl-C or a kill goes on where the first stopped. Stop early by leaving the loop.
+    A row that is in the file is not measured again (a failed one is, with ``retry``; a user's function is when
+    its file is newer), so a second call after Ctrl-C or a kill goes on where the first stopped. Stop early by
+    leaving the loop.
 
     Args:
         path: the row file; made if missing.
@@ -176,7 +178,9 @@ def sweep(
         wanted = list(dict.fromkeys(task.key for task in tasks))
         by_key = {task.key: task for task in tasks}
         keep = {
-            key: row for key, row in finished.items() if key in by_key and (row.status == "ok" or not retry)
+            key: row
+            for key, row in finished.items()
+            if key in by_key and (row.status == "ok" or not retry) and _stands(by_key[key], row)
         }
         clock = _Clock([by_key[key] for key in wanted if key not in keep])
         for done, key in enumerate(wanted, start=1):
@@ -187,6 +191,14 @@ def sweep(
                 row = _measure_into(path, header, task, settings, on_progress)
                 clock.stop(task)
             yield Progress(task, row, key in keep, done, len(wanted), clock.seconds_left())
+
+
+def _stands(task: Task, row: Row) -> bool:
+    """Whether a row still says what the task is: a user's file may have been edited since."""
+    if task.function is None:
+        return True
+    changed = Path(task.function.rpartition(":")[0]).stat().st_mtime
+    return changed < datetime.datetime.fromisoformat(row.date).timestamp()
 
 
 def _measure_into(
