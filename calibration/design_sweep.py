@@ -92,7 +92,7 @@ def entries() -> Iterator[Entry]:
         for dtype in ("bfloat16", "float16"):
             for name in ("none", "every", None):
                 entry = shape(rng, dtype)
-                step = {
+                step: Entry = {
                     "checkpoint": policy(rng, entry, name),
                     "dtype": dtype,
                     "compiled": rng.random() < 0.5,

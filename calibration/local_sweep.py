@@ -9,6 +9,7 @@ from oomguard.coefficients import Coefficients
 from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
 from oomguard.device import Device
 from oomguard.estimate import estimate
+from oomguard.learn import MIN_LOCAL_ROWS
 from oomguard.measure import Task
 from oomguard.presets import presets
 
@@ -19,6 +20,7 @@ LEAST_PEAK_BYTES = 32 << 20
 STEPS_A_ROW = 8  # warm-up, default and sequenced steps, each about a step long
 START_SECONDS = 4.0  # a child's start, compilation included
 ROWS_WANTED = 24
+SHORT_ROW_SECONDS = 12.0  # a short sweep is fewer rows, not only the smallest
 
 
 def local_tasks(device: Device, coefficients: Coefficients, seconds: float) -> list[Task]:
@@ -30,7 +32,7 @@ def local_tasks(device: Device, coefficients: Coefficients, seconds: float) -> l
         seconds: the time given; no row may take more than its share.
     """
     budget_bytes = find_budget(device).budget_bytes
-    row_seconds = seconds / (ROWS_WANTED / 3)
+    row_seconds = max(seconds / (ROWS_WANTED / 3), min(seconds / MIN_LOCAL_ROWS, SHORT_ROW_SECONDS))
     groups: dict[tuple[str, str], list[Task]] = {}
     for name, policy, task in _candidates():
         assert task.model is not None

@@ -32,9 +32,10 @@ class Mode(Frozen):
 
     ``alive`` scales what kernels have made at the moments of a kind (``loss``, ``last``, ``inner``, ``end``);
     ``in_flight`` what they dropped and is not yet released there, and ``window`` what Metal's open command
-    buffers can hold. ``sequenced`` is the share still in flight where evaluation waits for every task. Errors are leave-one-out: each row predicted by a fit without it.
-    ``low`` and ``high`` multiply an estimate into its band; ``bands`` holds narrower or wider ones by
-    ``step_kind``, where enough rows were measured.
+    buffers can hold. ``sequenced`` is the share still in flight where evaluation waits for every task.
+    Errors are leave-one-out: each row predicted by a fit without it. ``low`` and ``high`` multiply an
+    estimate into its band; ``bands`` holds narrower or wider ones by ``step_kind``, where enough rows were
+    measured.
     """
 
     alive: dict[str, Scale]

@@ -82,12 +82,19 @@ class ModelConfig(Frozen):
         """
         path = Path(path)
         try:
-            return cls.model_validate({"name": path.stem, **json.loads(path.read_text(encoding="utf-8"))})
+            value = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(value, dict):
+                raise InputError(f"config {path} is not a JSON object with n_layers, d_model, ...")
+            return cls.model_validate({"name": path.stem, **value})
         except OSError as error:
             raise InputError(f"cannot read config {path}: {error.strerror}") from error
         except ValidationError as error:
             raise InputError(f"config {path}: {first_problem(error)}") from error
-        except (ValueError, TypeError, RecursionError) as error:
+        except UnicodeDecodeError as error:
+            raise InputError(f"config {path} is not text") from error
+        except InputError:
+            raise
+        except (ValueError, RecursionError) as error:
             raise InputError(f"config {path} is not a JSON object: {error}") from error
 
 

@@ -159,9 +159,9 @@ class Run(NamedTuple):
         """The blocks that correspond to one of a counted graph, where ``after`` blocks are done.
 
         What is kept for the update grows with the blocks done, so a block corresponds by its distance from the
-        end of the run and by that from its start. Segments are counted from the end. Within one the place is kept: its last block, where the backward
-        enters it and all of it is made again, stays the last. Where the last segment is shorter than the rest,
-        the one before it corresponds too.
+        end of the run and by that from its start. Segments are counted from the end. Within one the place is
+        kept: its last block, where the backward enters it and all of it is made again, stays the last. Where
+        the last segment is shorter than the rest, the one before it corresponds too.
         """
         after = after if self.last else after - 1
         if self.size == 1:

@@ -34,14 +34,16 @@ def learn(header: Header, row: Row) -> Learnt:
     """Adds a row to the local calibration, and fits again once there are enough.
 
     Raises:
-        InputError: the local row file is damaged.
+        InputError: the local row file is damaged; nothing is added to it.
         OSError: the row cannot be written.
     """
     path = local_rows_path()
     path.parent.mkdir(parents=True, exist_ok=True)
+    begun = path.exists() and b"\n" in path.read_bytes()
+    kept = read_rows(path)[1] if begun else []
     append_row(path, header, row)
-    rows = comparable(read_rows(path)[1], header)
-    if max(_count(rows, True), _count(rows, False)) < MIN_LOCAL_ROWS:
+    rows = comparable([*kept, row], header)
+    if not enough(rows):
         return Learnt(path, len(rows), None)
     return Learnt(path, len(rows), fit_local(header, rows))
 
@@ -57,8 +59,10 @@ def comparable(rows: Sequence[Row], header: Header) -> list[Row]:
     return [row for row in same.values() if row.model and row.step and row.peak_bytes]
 
 
-def _count(rows: Sequence[Row], compiled: bool) -> int:
-    return sum(1 for row in rows if row.step is not None and row.step.compiled == compiled)
+def enough(rows: Sequence[Row]) -> bool:
+    """Whether as many rows as a fit takes ran alike: all compiled, or all eager."""
+    compiled = sum(1 for row in rows if row.step is not None and row.step.compiled)
+    return max(compiled, len(rows) - compiled) >= MIN_LOCAL_ROWS
 
 
 def fit_local(header: Header, rows: Sequence[Row]) -> Coefficients:
@@ -101,10 +105,12 @@ def write_coefficients(coefficients: Coefficients, path: Path) -> None:
     text = coefficients.model_dump_json(by_alias=True, indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(file.name).replace(path)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.stem) as folder:
+            whole = Path(folder) / path.name
+            with whole.open("w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            whole.replace(path)
     except OSError as error:
         raise InputError(f"cannot write coefficients {path}: {error.strerror}") from error

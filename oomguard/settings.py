@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Literal
 
@@ -36,8 +37,8 @@ def near_names(value: str, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(near)}?" if near else f"choose {', '.join(names)}"
 
 
-def read_count(value: str | int) -> int:
-    """A whole number of at least 1.
+def read_count(value: str | int, least: int = 1, most: int = MAX_COUNT) -> int:
+    """A whole number of at least 1, or of ``least`` to ``most``.
 
     Raises:
         InputError: anything else.
@@ -48,9 +49,30 @@ def read_count(value: str | int) -> int:
         raise InputError(f"{value!r} is not a whole number; write one such as 8")
     if len(digits) > 10 or abs(int(text)) > MAX_COUNT:
         raise InputError(f"{text} does not fit into a dimension of an MLX array, {MAX_COUNT} at most")
-    if int(text) < 1:
-        raise InputError(f"{text} is too few; the least is 1")
+    if int(text) < least:
+        raise InputError(f"{text} is too few; the least is {least}")
+    if int(text) > most:
+        raise InputError(f"{text} is too many; the most is {most}")
     return int(text)
+
+
+def read_number(value: str | float, least: float, most: float = math.inf) -> float:
+    """A finite number of ``least`` to ``most``.
+
+    Raises:
+        InputError: anything else.
+    """
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise InputError(f"{value!r} is not a number; write one such as {max(least, min(0.5, most)):g}")
+    if number < least:
+        raise InputError(f"{number:g} is too small; the least is {least:g}")
+    if number > most:
+        raise InputError(f"{number:g} is too large; the most is {most:g}")
+    return number
 
 
 def read_batch(value: str | int) -> int | Auto:

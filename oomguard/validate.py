@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from oomguard.coefficients import Coefficients
+from oomguard.errors import InputError
 from oomguard.estimate import Estimate, estimate
 from oomguard.rows import Row
 
@@ -87,6 +88,9 @@ def validate(
         coefficients: the profile.
         rows: measured rows; failed ones and named cases are left out.
         predict: another way to an estimate; the closed forms if not given.
+
+    Raises:
+        InputError: no row that counts: none was measured, or none of 1 GB or more on Metal.
     """
     comparisons = []
     for row in rows:
@@ -101,6 +105,9 @@ def validate(
         comparisons.append(
             Comparison(row, row.peak_bytes, found.peak_bytes, found.low_bytes, found.high_bytes, counted)
         )
+    if not any(comparison.counted for comparison in comparisons):
+        least = " of 1 GB or more" if comparisons else ""
+        raise InputError(f"no measured row{least} to hold the {coefficients.profile} coefficients against")
     return Validation(
         profile=coefficients.profile,
         backend=coefficients.backend,

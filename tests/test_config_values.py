@@ -194,7 +194,7 @@ def test_shape_reads_from_a_file_named_after_it(tmp_path: Path) -> None:
         ('{"n_layers": ', "is not a JSON object"),
         ("[" * 100_000, "is not a JSON object"),
         ('{"n_layers": ' + "9" * 5000 + "}", "is not a JSON object"),
-        ("\ud8ff", "is not a JSON object"),
+        ("\ud8ff", "is not text"),
         ('{"n_layers": 2}', "d_model: Field required"),
         (json.dumps({**SHAPE, "n_heads": 7}), "n_heads 7 does not divide d_model 384"),
     ],

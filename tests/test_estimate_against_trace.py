@@ -27,7 +27,9 @@ SETTINGS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "changes"), SETTINGS, ids=lambda value: str(value))
-def test_estimate_agrees_with_the_trace_where_nothing_was_fitted(policy: str, changes: dict[str, object]) -> None:
+def test_estimate_agrees_with_the_trace_where_nothing_was_fitted(
+    policy: str, changes: dict[str, object]
+) -> None:
     step = StepConfig(batch=5, seq_len=192, checkpoint=CheckpointPolicy.parse(policy)).but(**changes)
     traced = trace_step(MODEL, step).peak_bytes
     assert estimate(MODEL, step).peak_bytes == pytest.approx(traced, rel=0.08)

@@ -223,7 +223,7 @@ def test_train_that_cannot_fit_says_what_would_and_reads_no_corpus(oomguard: Oom
         (("--preset", "tiny", "--corpus", "x", "--memory", "0"), "a budget of 0 bytes holds nothing"),
         (("--preset", "tiny", "--corpus", "x", "--memory", "lots"), "'lots' is not a size"),
         (("--preset", "tiny", "--corpus", "x", "--ctx", "129"), "sequence length 129 is longer"),
-        (("--preset", "tiny", "--corpus", "x", "--lr", "-1"), "-1.0 is not in the range x>0"),
+        (("--preset", "tiny", "--corpus", "x", "--lr", "-1"), "--lr: -1 is too small; the least is 1e-12"),
         (("--preset", "tiny", "--corpus", "x", "--device", "m5-pro-48gb"), "train runs on this machine"),
         (("--preset", "tiny", "--corpus", "x", "--out", "no/run.safetensors"), "there is no folder no"),
         (("--resume", "nothing"), "cannot read nothing: No such file"),

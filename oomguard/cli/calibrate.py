@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from oomguard.cli.options import number
 from oomguard.errors import InputError
 from oomguard.units import format_bytes, format_seconds
 
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 @click.command("calibrate", short_help="Measure and fit on this machine; used from then on.")
 @click.option(
     "--minutes",
-    type=click.FloatRange(min=0.2, max=24 * 60),
-    default=5.0,
+    type=number(0.5, 24 * 60),
+    default="5",
     show_default=True,
     help="How long to measure.",
 )
@@ -34,7 +35,7 @@ def command(minutes: float, forget: bool) -> int:
     finished rows stay, and the next start goes on from there.
     """
     from oomguard.coefficients import local_rows_path
-    from oomguard.learn import MIN_LOCAL_ROWS, comparable, fit_local
+    from oomguard.learn import MIN_LOCAL_ROWS, comparable, enough, fit_local
 
     if forget:
         return _forget()
@@ -48,7 +49,7 @@ def command(minutes: float, forget: bool) -> int:
         update={name: getattr(rows[-1], name) for name in ("mlx", "backend", "machine")}
     )
     own = comparable(rows, latest)
-    if len(own) < MIN_LOCAL_ROWS:
+    if not enough(own):
         click.echo(f"{len(own)} rows so far; {MIN_LOCAL_ROWS} are needed for a fit. Run it again to go on.")
         return 1
     found = fit_local(latest, own)

@@ -127,11 +127,12 @@ def main(args: Sequence[str] | None = None) -> None:
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # looking for them costs 20 ms
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a sign gets a ? for it
         sys.stdout.reconfigure(errors="replace")
+    given = list(sys.argv[1:] if args is None else args)
     try:
-        status = _run(list(sys.argv[1:] if args is None else args))
+        status = _run(given)
         sys.stdout.flush()
     except Exception as error:
-        status = _explain(error)
+        status = _explain(error, _command_path(given))
     except KeyboardInterrupt:
         click.echo("\nstopped", err=True)
         status = INTERRUPTED
@@ -153,7 +154,11 @@ def _run(args: list[str]) -> int:
     return status if isinstance(status, int) else 0
 
 
-def _explain(error: Exception) -> int:
+def _command_path(args: list[str]) -> str:
+    return f"{PROGRAM} {args[0]}" if args and args[0] in COMMANDS else PROGRAM
+
+
+def _explain(error: Exception, command: str = PROGRAM) -> int:
     """Says on stderr what went wrong, in one line where the user can act on it; returns the exit status."""
     if isinstance(error, BrokenPipeError):
         _abandon_stdout()
@@ -161,7 +166,7 @@ def _explain(error: Exception) -> int:
     if isinstance(error, click.Abort):
         click.echo("stopped", err=True)
         return INTERRUPTED
-    line = _one_line(error)
+    line = _one_line(error, command)
     if line is None:
         import traceback
 
@@ -175,10 +180,10 @@ def _explain(error: Exception) -> int:
     return status
 
 
-def _one_line(error: Exception) -> str | None:
+def _one_line(error: Exception, command: str) -> str | None:
     """The line a user reads, or None for an error that only a programmer can mend."""
     if isinstance(error, click.UsageError):
-        where = error.ctx.command_path if error.ctx else PROGRAM
+        where = error.ctx.command_path if error.ctx else command
         text = " ".join(error.format_message().split()).rstrip(".")
         return f"{where}: {text[:1].lower()}{text[1:]} ({where} --help lists the options)"
     if isinstance(error, click.ClickException):

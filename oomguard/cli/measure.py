@@ -13,7 +13,16 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from oomguard.cli.options import COUNT, MEMORY, POLICY, chosen_model, model_options, step_options
+from oomguard.cli.options import (
+    COUNT,
+    MEMORY,
+    POLICY,
+    chosen_model,
+    model_options,
+    number,
+    step_options,
+    whole,
+)
 from oomguard.config import StepConfig
 from oomguard.errors import InputError, MeasureError
 from oomguard.rows import SCHEMA, Row, read_rows
@@ -65,12 +74,12 @@ class _Command(click.Command):
 @click.option("--accumulate", type=COUNT, default="1", show_default=True, help="Micro-batches of an update.")
 @click.option("--one-graph", is_flag=True, help="Accumulate without evaluating each micro-batch.")
 @step_options
-@click.option("--steps", type=click.IntRange(1, 1000), default=3, show_default=True, help="Measured steps.")
+@click.option("--steps", type=whole(1, 1000), default="3", show_default=True, help="Measured steps.")
 @click.option("--no-sequenced", is_flag=True, help="Leave out the steps with the memory limit at 0.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0.1),
-    default=900,
+    type=number(0.1),
+    default="900",
     show_default=True,
     help="Seconds a child may take.",
 )

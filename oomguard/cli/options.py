@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -14,10 +15,12 @@ import click
 from oomguard.config import CheckpointPolicy, ModelConfig
 from oomguard.errors import InputError
 from oomguard.settings import (
+    MAX_COUNT,
     read_batch,
     read_count,
     read_dtype,
     read_engine,
+    read_number,
     read_optimizer,
     read_policy,
 )
@@ -67,6 +70,16 @@ def _read_preset(text: str) -> ModelConfig:
     from oomguard.presets import preset
 
     return preset(text)
+
+
+def whole(least: int, most: int = MAX_COUNT) -> Reader:
+    """A whole number between two others, both allowed."""
+    return Reader("whole number", lambda text: read_count(text, least, most), "N")
+
+
+def number(least: float, most: float = math.inf) -> Reader:
+    """A finite number between two others, both allowed."""
+    return Reader("number", lambda text: read_number(text, least, most), "X")
 
 
 COUNT = Reader("count", read_count, "N")

@@ -21,7 +21,9 @@ from oomguard.cli.options import (
     chosen_model,
     model_option_text,
     model_options,
+    number,
     step_options,
+    whole,
 )
 from oomguard.cli.train_show import Show
 from oomguard.errors import InputError, OomguardError
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from oomguard.planner import Plan
 
 DEFAULT_STEPS = 100
+LEAST_RATE = 1e-12  # of a learning rate or a norm to clip to: 0 would teach nothing
 
 HELP = """Train the preset GPT on a text, with the setting the planner picks, inside the budget.
 
@@ -70,27 +73,25 @@ input, 130 stopped.
     "--target-batch", type=COUNT, help="Sequences of an update, however many micro-batches it takes."
 )
 @step_options
-@click.option("--lr", type=click.FloatRange(min=0, min_open=True), help="Learning rate after the warm-up.")
-@click.option(
-    "--warmup", type=click.IntRange(min=0), help="Steps of warm-up.  [default: a tenth, 200 at most]"
-)
+@click.option("--lr", type=number(LEAST_RATE), help="Learning rate after the warm-up.")
+@click.option("--warmup", type=whole(0), help="Steps of warm-up.  [default: a tenth, 200 at most]")
 @click.option(
     "--clip-norm",
-    type=click.FloatRange(min=0, min_open=True),
-    default=1.0,
+    type=number(LEAST_RATE),
+    default="1",
     show_default=True,
     help="The norm that --clip clips to.",
 )
-@click.option("--weight-decay", type=click.FloatRange(min=0), default=0.01, show_default=True)
+@click.option("--weight-decay", type=number(0), default="0.01", show_default=True)
 @click.option(
     "--val-every",
-    type=click.IntRange(min=0),
+    type=whole(0),
     help="Validate every so many steps; 0: only at the end.  [default: a tenth of the run, 10 at least]",
 )
 @click.option(
     "--val-fraction",
-    type=click.FloatRange(min=0, max=1, max_open=True),
-    default=0.05,
+    type=number(0, 0.9),
+    default="0.05",
     show_default=True,
     help="Share of the text held out; 0: no validation.",
 )
@@ -99,9 +100,9 @@ input, 130 stopped.
 )
 @budget_options
 @click.option("--out", type=click.Path(path_type=Path), help="Save the run here (safetensors).")
-@click.option("--save-every", type=click.IntRange(min=0), default=0, help="Save every so many steps, too.")
+@click.option("--save-every", type=whole(0), default="0", help="Save every so many steps, too.")
 @click.option("--resume", type=click.Path(path_type=Path), help="Go on from a saved run; saved there again.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--seed", type=whole(0), default="0", show_default=True)
 @click.option("--no-learn", is_flag=True, help="Leave the run out of this machine's calibration.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; progress goes to stderr.")
 @click.pass_context

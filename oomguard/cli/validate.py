@@ -10,7 +10,7 @@ import click
 from oomguard.cli.options import wants_colour
 from oomguard.coefficients import Coefficients, read_coefficients, shipped
 from oomguard.errors import InputError
-from oomguard.rows import Row, read_rows, shipped_row_files
+from oomguard.rows import Row, read_rows, shipped_row_files, usable
 
 
 @click.command("validate", short_help="Predicted beside measured, for every shipped row.")
@@ -84,12 +84,12 @@ def _what_to_hold(
     own = None if coefficients_file is None else read_coefficients(coefficients_file)
     found = []
     for path in [rows_file] if rows_file else shipped_row_files():
-        header, rows = read_rows(path)
-        if (backend and header.backend != backend) or (own and own.backend != header.backend):
-            continue
-        usable = [row for row in rows if row.model and row.step and row.peak_bytes]
-        if usable:
-            found.append((own or shipped(header.backend), usable))
+        rows = [row for row in usable(read_rows(path)[1]) if row.model and row.step and row.peak_bytes]
+        for name in sorted({row.backend for row in rows}):
+            if {name} == {name, backend or name, own.backend if own else name}:
+                found.append((own or shipped(name), [row for row in rows if row.backend == name]))
     if not found:
-        raise InputError("no rows to validate: none of that backend was measured")
+        wanted = " and ".join(sorted({backend or "", own.backend if own else ""} - {""}))
+        where = f"{rows_file} holds" if rows_file else "there are"
+        raise InputError(f"{where} no measured {wanted + ' ' if wanted else ''}rows of the preset GPT")
     return found
