@@ -21,6 +21,7 @@ from importlib import resources
 from typing import Any, Literal, NamedTuple
 
 from oomguard.config import ModelConfig, Segment, StepConfig
+from oomguard.units import round_up
 
 Backend = Literal["cpu", "metal", "cuda"]
 
@@ -43,6 +44,7 @@ CATEGORIES = (
 TOKEN_BYTES = 4  # int32 inputs and targets
 LOSS_BYTES = 4  # logits are cast to float32 for the loss
 STATS_BYTES = 4  # norm statistics are float32
+PAGE_BYTES = 16384  # of Metal
 # These read a gradient again after the parameter is updated (Lion's new moment), or need a norm of the update
 # first, so the evaluation reaches a gradient's last use only when all are made.
 LATE_OPTIMIZERS = ("lion", "adafactor", "muon")
@@ -143,6 +145,10 @@ class Moment:
         return sum(self.held.values())
 
 
+def _rounding(size_bytes: int) -> int:
+    return round_up(size_bytes, PAGE_BYTES) - size_bytes if size_bytes > PAGE_BYTES else 0
+
+
 class Run(NamedTuple):
     """Blocks ``start`` to ``stop`` (exclusive) in segments of ``size``, all treated alike.
 
@@ -221,6 +227,26 @@ class Inventory:
         return (
             sides + model.params - matrices - embeddings
         ) * item  # adafactor: rows and columns of a matrix
+
+    @cached_property
+    def page_rounding_bytes(self) -> int:
+        """What Metal adds to parameters, moments and saved tensors: above a page, whole pages of 16 KiB."""
+        if self.backend != "metal":
+            return 0
+        model, item = self.model, self.step.item_bytes
+        d, m = model.d_model, model.d_mlp
+        block = 4 * (_rounding(d * d * item) + _rounding(d * item)) + 2 * _rounding(d * m * item)
+        block += _rounding(m * item) + 5 * _rounding(d * item)
+        whole = (
+            model.n_layers * block
+            + _rounding(model.vocab_size * d * item)
+            + _rounding(model.context * d * item)
+        )
+        saved = (
+            10 * _rounding(self.stream_bytes) + 4 * _rounding(self.wide_bytes) + _rounding(self.scores_bytes)
+        )
+        kept = sum(1 for found in self.kept if found.mlp)
+        return (1 + STATE_COPIES.get(self.step.optimizer, 1)) * whole + kept * saved
 
     # -- what the forward saves -----------------------------------------------------------------------
 
@@ -316,6 +342,7 @@ class Inventory:
             "weights": self.weights_bytes,
             "optimizer_state": self.optimizer_state_bytes,
             "batch": self.batch_bytes,
+            "page_rounding": self.page_rounding_bytes,
         }
 
     def _saved_below(self, below: int) -> dict[str, int]:

@@ -128,3 +128,14 @@ def test_largest_tensor_is_the_scores_of_a_long_sequence() -> None:
     model = TINY.model_copy(update={"context": 4096})
     inventory = Inventory(model, StepConfig(batch=2, seq_len=4096))
     assert inventory.largest_tensor_bytes == 2 * 4 * 4096 * 4096 * 4
+
+
+def test_pages_are_rounded_up_on_metal_only() -> None:
+    """tiny's matrices, moments and saved tensors are whole pages; a width of 100 makes none of them so."""
+    assert Inventory(TINY, STEP, "metal").page_rounding_bytes == 0
+    odd = TINY.model_copy(update={"d_model": 100, "d_mlp": 400})
+    assert Inventory(odd, STEP, "cpu").page_rounding_bytes == 0
+    rounding = Inventory(odd, STEP, "metal").page_rounding_bytes
+    buffers = 3 * (4 * 13 + 2) + 4 * 15
+    assert 0 < rounding < buffers * 16384
+    assert Inventory(odd, STEP, "metal").held_in_forward()["page_rounding"] == rounding
