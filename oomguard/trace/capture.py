@@ -34,6 +34,7 @@ from oomguard.trace.containers import (
     state_leaves,
     state_tree,
 )
+from oomguard.trace.experts import restore_sorted_gathers
 from oomguard.trace.graph import Graph, Kind, Region
 from oomguard.trace.label import label
 from oomguard.trace.rawgraph import Exported, Given, build, dtype_name, lead, read_dot
@@ -253,6 +254,7 @@ class _Capturing:
         graph.function_outputs = [roots[r] for r in left.function]
         graph.carries = {numbers[k]: roots[r] for k, r in enumerate(left.carried)}
         graph.remove_dead()
+        restore_sorted_gathers(graph)
         label(graph, tags.calls, watched, [roots[r] for r in left.returned])
         return Capture(graph, self.compiled, self.warnings + tags.warnings)
 

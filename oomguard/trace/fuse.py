@@ -16,12 +16,13 @@ from oomguard.trace.simplify import Tape, run, tape
 MAX_DEPTH = 11
 MAX_ARRAYS = 24
 
-FUSABLE = frozenset(
-    "Abs ArcCos ArcCosh ArcSin ArcSinh ArcTan ArcTanh AsType Ceil Cos Conjugate Cosh Remainder Erf ErfInv Exp "
-    "Floor Log Log1p LogicalNot Negative Round Sigmoid Sign Sin Sinh Square Sqrt Tan Tanh Expm1 Real Imag "
-    "BitwiseInvert Add Divide Equal Greater GreaterEqual Less LessEqual LogicalAnd LogicalOr LogAddExp Maximum "
-    "Minimum Multiply NotEqual Power Subtract BitwiseBinary ArcTan2 Select Broadcast".split()
+_FUSABLE = (
+    "Abs Add ArcCos ArcCosh ArcSin ArcSinh ArcTan ArcTan2 ArcTanh AsType BitwiseBinary BitwiseInvert Broadcast "
+    "Ceil Conjugate Cos Cosh Divide Equal Erf ErfInv Exp Expm1 Floor FloorDivide Greater GreaterEqual Imag Less "
+    "LessEqual Log Log1p LogAddExp LogicalAnd LogicalNot LogicalOr Maximum Minimum Multiply Negative NotEqual "
+    "Power Real Remainder Round Select Sigmoid Sign Sin Sinh Sqrt Square Subtract Tan Tanh"
 )
+FUSABLE = frozenset(_FUSABLE.split())
 
 
 @dataclass(frozen=True, slots=True)

@@ -547,8 +547,8 @@ _UNARY = (
     "Log Log1p LogicalNot Negative Real Sigmoid Sin Sinh Square Sqrt Tan Tanh ConvertFP8"
 )
 _BINARY = (
-    "Add ArcTan2 BitwiseBinary Divide Equal Greater GreaterEqual Less LessEqual LogAddExp LogicalAnd "
-    "LogicalOr Maximum Minimum Multiply NotEqual Power Remainder Subtract"
+    "Add ArcTan2 BitwiseBinary Divide Equal FloorDivide Greater GreaterEqual Less LessEqual LogAddExp "
+    "LogicalAnd LogicalOr Maximum Minimum Multiply NotEqual Power Remainder Subtract"
 )
 
 CPU_RULES: dict[str, Rule] = {

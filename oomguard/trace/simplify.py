@@ -16,9 +16,10 @@ from oomguard.trace.rawgraph import NO_OPS
 PASSES = 3
 
 # Primitives that MLX never takes for equal to another of their kind.
-NEVER_EQUAL = frozenset(
-    "Cholesky CustomKernel CustomTransforms Depends Expm1 Inverse LUF Load Log1p QRF SVD SegmentedMM".split()
+_NEVER_EQUAL = (
+    "Cholesky CustomKernel CustomTransforms Depends Expm1 Inverse LUF Load Log1p QRF SVD SegmentedMM"
 )
+NEVER_EQUAL = frozenset(_NEVER_EQUAL.split())
 
 Reader = tuple[int, int]
 """(an output of the reading node, position among the node's inputs)."""

@@ -32,12 +32,15 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
 from oomguard.trace.containers import map_leaves
+from oomguard.trace.experts import SORTED_GATHER
 
-FAST = ("layer_norm", "rms_norm", "rope", "scaled_dot_product_attention")
+_FAST = ("cross_entropy", "layer_norm", "rms_norm", "rope", "scaled_dot_product_attention")
+FAST = tuple(name for name in _FAST if hasattr(mx.fast, name))
+"""The functions of ``mx.fast`` with a derivative; which there are depends on MLX's release."""
 
 
 EVERY_REGION = frozenset({"block", *(f"fast.{name}" for name in FAST)})
-ALWAYS_MARKED = frozenset({"checkpoint", "custom_function"})
+ALWAYS_MARKED = frozenset({"checkpoint", "custom_function", SORTED_GATHER})
 
 
 @dataclass(slots=True)
@@ -124,6 +127,7 @@ class Tags:
                     _attribute(cls, "apply_gradients", self._apply_gradients(cls.__dict__["apply_gradients"]))
                 )
             stack.enter_context(_everywhere(mx.contiguous, self._contiguous))
+            stack.enter_context(_attribute(mx, "gather_mm", self._gather_mm(mx.gather_mm)))
             stack.enter_context(_everywhere(mx.checkpoint, self._checkpoint))
             for function in wrapped:
                 stack.enter_context(_everywhere(function, self._checkpoint(gc.get_referents(function)[1])))
@@ -183,6 +187,17 @@ class Tags:
         self.stand_ins.append(("Contiguous", (allow_col_major,), constant))
         placed: mx.array = mx.depends([a], [constant])[0]
         return placed
+
+    def _gather_mm(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Sorted gathers are captured as unsorted ones; ``experts`` makes them sorted again."""
+
+        @functools.wraps(original)
+        def gather_mm(*args: Any, sorted_indices: bool = False, **kwargs: Any) -> Any:
+            if not sorted_indices:
+                return original(*args, **kwargs)
+            return self.run(original, Call(SORTED_GATHER, "gather_mm", self._block), args, kwargs)
+
+        return gather_mm
 
     def _checkpoint(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
