@@ -94,7 +94,8 @@ def _collect(
     if isinstance(tree, mx.array):
         found.append(Leaf(container, key, kind, path or "state", tree))
     elif tree is mx.random.state:
-        found.append(Leaf(random_keys(), 0, "state", "random state", tree[0]))
+        keys = random_keys()
+        found.append(Leaf(keys, 0, "state", "random state", keys[0]))
     elif isinstance(tree, dict | list | tuple):
         if id(tree) in seen:
             return

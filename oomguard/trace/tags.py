@@ -246,7 +246,7 @@ class Tags:
                 call = Call("gradients", type(optimizer).__name__)
                 self.calls.append(call)
                 gradients = self.watch(gradients, call, call.entering)
-                call.arguments["names"] = [name for name, _ in tree_flatten(gradients)]
+                call.arguments["names"] = [pair[0] for pair in tree_flatten(gradients)]
             depth += 1
             try:
                 return original(optimizer, gradients, parameters)
