@@ -158,6 +158,8 @@ class Request:
         )
         self.corpus_path = self._corpus_path()
         self.out = options["out"] or options["resume"]
+        if self.out is None and options["save_every"]:
+            raise InputError("--save-every: where to? Give --out FILE.safetensors")
         if self.out is not None:
             from oomguard.model.saving import check_can_save
 
