@@ -90,10 +90,10 @@ def entries() -> Iterator[Entry]:
             entry = shape(rng)
             yield {**entry, "optimizer": optimizer, "compiled": rng.random() < 0.5}
         for dtype in ("bfloat16", "float16"):
-            for name in ("none", "every", None):
+            for kind in ("none", "every", None):
                 entry = shape(rng, dtype)
                 step: Entry = {
-                    "checkpoint": policy(rng, entry, name),
+                    "checkpoint": policy(rng, entry, kind),
                     "dtype": dtype,
                     "compiled": rng.random() < 0.5,
                 }

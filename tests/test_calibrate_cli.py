@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from local_rows import made_up_rows, mistake, run, write_rows
@@ -145,25 +144,16 @@ def test_sweep_stays_within_memory_and_spans_policies(minutes: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.measured
-def test_calibrate_measures_on_this_machine_and_goes_on_where_it_stopped(home: Path) -> None:
-    def calibrate() -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "oomguard", "calibrate", "--minutes", "0.7"]
-        variables: dict[str, Any] = {**os.environ, "OOMGUARD_HOME": str(home)}
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables)
-
-    first = calibrate()
-    assert first.returncode in (0, 1), first.stderr
+def test_calibrate_measures_and_fits_on_this_machine(home: Path) -> None:
+    command = [sys.executable, "-m", "oomguard", "calibrate", "--minutes", "0.7"]
+    variables = {**os.environ, "OOMGUARD_HOME": str(home)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables)
+    assert done.returncode in (0, 1), done.stderr  # 1: so slow a machine that too few rows were done in time
     rows = read_rows(local_rows_path())[1]
-    assert f"Measured {len(rows)} new rows." in first.stdout
     assert rows
     assert all(row.status == "ok" and row.steps == 3 for row in rows)
-    assert first.returncode == (0 if len(rows) >= MIN_LOCAL_ROWS else 1)
-    second = calibrate()
-    assert second.returncode in (0, 1), second.stderr
-    kept = read_rows(local_rows_path())[1]
-    assert kept[: len(rows)] == rows
-    assert f"Measured {len(kept) - len(rows)} new rows." in second.stdout
-    assert len({row.key for row in kept}) == len(kept)
+    assert f"Measured {len(rows)} new rows." in done.stdout
+    assert (done.returncode == 0) == local_path("cpu").exists() == (len(rows) >= MIN_LOCAL_ROWS)
 
 
 def test_made_up_rows_are_a_row_file(tmp_path: Path) -> None:
