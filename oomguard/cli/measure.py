@@ -192,6 +192,12 @@ def _refuse_beside(target: str, names: frozenset[str]) -> None:
             raise InputError(f"{target} says what to run; {said} cannot stand beside it")
 
 
+def _rows_of(tasks: Sequence[Any], out: Path) -> int:
+    """How many of the tasks have a row in the file."""
+    stored = {row.key for row in read_rows(out)[1]} if out.exists() and out.stat().st_size else set()
+    return sum(task.key in stored for task in tasks)
+
+
 def _sweep(tasks: Sequence[Any], note: str, out: Path, settings: Any, retry: bool, as_json: bool) -> int:
     from oomguard.measure.collect import sweep
 
@@ -207,8 +213,9 @@ def _sweep(tasks: Sequence[Any], note: str, out: Path, settings: Any, retry: boo
                 bar.finished(step)
         except KeyboardInterrupt:
             bar.stop()
+            kept = _rows_of(tasks, out)  # one more than were reported, if it came just as a row was stored
             click.echo(
-                f"stopped: {len(rows)} of {len(tasks)} rows are in {out}; the same command goes on", err=True
+                f"stopped: {kept} of {len(tasks)} rows are in {out}; the same command goes on", err=True
             )
             raise
         except MeasureError:
