@@ -138,7 +138,7 @@ def test_options_of_a_step_reach_it() -> None:
         ("--preset tiny --accumulate 1.5", "--accumulate: '1.5' is not a whole number"),
         ("--preset tiny --memory lots", "'lots' is not a size"),
         ("--preset tiny --memory 0", "--memory: a budget of 0 bytes holds nothing"),
-        ("--preset tiny --steps 0", "0 is not in the range"),
+        ("--preset tiny --steps 0", "--steps: 0 is too few; the least is 1"),
         ("--config gone.json", "cannot read config gone.json: No such file"),
         ("--case mlp-gela", "unknown case 'mlp-gela'; did you mean mlp-gelu"),
         ("--case mlp --batch 2", "--batch cannot stand beside it"),
