@@ -85,7 +85,7 @@ def fit_local(header: Header, rows: Sequence[Row]) -> Coefficients:
 
 
 def _no_narrower(mode: Mode, prior: Mode) -> Mode:
-    """Few rows agree by luck: a band stays as wide as the shipped one of its kind, or at least a little wide."""
+    """Few rows agree by luck: a band of theirs is at least a little wide, and kinds without one keep the shipped."""
     bands = {
         kind: (min(low, 1 - LEAST_BAND), max(high, 1 + LEAST_BAND))
         for kind, (low, high) in mode.bands.items()
