@@ -38,6 +38,8 @@ class Surroundings:
     between: int = 0
 
 
+ALONE = Surroundings()
+
 Rewrite = Callable[[Graph], Graph]
 
 
@@ -111,7 +113,7 @@ def simulate(
     memory_limit: int | None = None,
     rewrite: Rewrite | None = None,
     steady_steps: int = STEADY_STEPS,
-    surroundings: Surroundings = Surroundings(),
+    surroundings: Surroundings = ALONE,
 ) -> TraceResult:
     """The peak of a captured step. The capture is not changed, and can be simulated again in another way.
 
@@ -181,7 +183,7 @@ def step_peaks(
     count: int,
     *,
     memory_limit: int | None = None,
-    surroundings: Surroundings = Surroundings(),
+    surroundings: Surroundings = ALONE,
 ) -> list[int]:
     """The peaks of the first steps of a process, in bytes: what ``simulate`` finds, and nothing else of it."""
     steps = _Steps(program, memory_limit, None, surroundings)
@@ -209,8 +211,8 @@ def counted_timelines(captured: Capture) -> tuple[list[int], list[int], list[Mom
     The steady state is the median, primitive by primitive, of the steps after the first.
     """
     program = prepare(built_for(CPU, captured), compiled=captured.compiled, device=CPU)
-    alone = _Steps(program, None, ImmediateQueue(), Surroundings()).step()
-    default = _Steps(program, None, None, Surroundings())
+    alone = _Steps(program, None, ImmediateQueue(), ALONE).step()
+    default = _Steps(program, None, None, ALONE)
     runs = [default.step().high for _ in range(1 + STEADY_STEPS)][1:]
     steady = [median_low(values) for values in zip(*runs, strict=True)]
     return alone.high, steady, [_moment(program, index) for index in range(len(program.evaluations[0]))]
@@ -329,11 +331,7 @@ def trace_built(
         built: built with ``evaluated=False`` it takes no memory.
         compiled, device, memory_limit, rewrite, marked: as for ``trace``.
     """
-    # The GPT's run also divides the loss, in an evaluation of its own: one kernel.
-    surroundings = Surroundings(
-        before=dispatches_to_evaluate([*map(state_tree, built.state), built.batch]),
-        between=2 + SYNCHRONIZER_DISPATCHES if hasattr(built, "config") else 0,
-    )
+    surroundings = surroundings_of(built)
     results = []
     for captured in capture_built(built, marked=marked):
         results.append(
@@ -347,6 +345,15 @@ def trace_built(
             )
         )
     return max(results, key=lambda result: result.peak_bytes)
+
+
+def surroundings_of(built: Any) -> Surroundings:
+    """What the ``run`` of a built step evaluates besides its calls."""
+    # The GPT's run also divides the loss, in an evaluation of its own: one kernel.
+    return Surroundings(
+        before=dispatches_to_evaluate([*map(state_tree, built.state), built.batch]),
+        between=2 + SYNCHRONIZER_DISPATCHES if hasattr(built, "config") else 0,
+    )
 
 
 def capture_built(built: Any, *, marked: frozenset[str] = frozenset()) -> list[Capture]:

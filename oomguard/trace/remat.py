@@ -63,10 +63,15 @@ def recompute(graph: Graph, segments: Sequence[Segment], *, bare: bool = False) 
         bare: as a custom function without the ``Depends`` of ``mx.checkpoint``.
 
     Raises:
-        TraceError: there is no such block, or no attention core in the blocks.
+        TraceError: there is no such block, no attention core in the blocks, or the backward of the blocks was
+            not marked when the step was captured.
     """
     result = graph.copy()
     blocks = block_calls(result)
+    if segments and not _backward_is_known(graph):
+        raise TraceError(
+            "the step was captured without marks around its blocks: capture with marked={'block'}"
+        )
     calls: list[_Call] = []
     for segment in segments:
         if segment.stop > len(blocks):
@@ -79,7 +84,7 @@ def recompute(graph: Graph, segments: Sequence[Segment], *, bare: bool = False) 
             else:
                 cores = [core for block in members for core in attention_cores(result, block)]
                 calls.extend(_joined(result, [core]) for core in cores)
-    if segments and not calls:
+    if segments and not calls and not any(r.kind in ATTENTION_KINDS for r in graph.regions):
         raise TraceError(
             "no block calls mx.fast.scaled_dot_product_attention; recompute whole blocks instead"
         )
@@ -115,7 +120,7 @@ def block_calls(graph: Graph) -> list[list[Region]]:
 
 def attention_cores(graph: Graph, block: Region) -> list[Region]:
     """The attention regions inside one call of a block, the outermost where they nest."""
-    inside = {i for node in graph.region_nodes(block) for i in node.outputs}
+    inside = _made_in(graph, block)
     cores = [r for r in graph.regions if r.kind in ATTENTION_KINDS and r.outputs[0] in inside]
     named = [r for r in cores if r.kind == "attention"]
     return named or cores
@@ -137,6 +142,25 @@ def saved_ratio(graph: Graph) -> float:
     saved = sum(graph.arrays[i].nbytes for i in read)
     boundary = sum(graph.arrays[i].nbytes for i in call.outputs)
     return max(1.0, saved / boundary) if boundary else 1.0
+
+
+def _made_in(graph: Graph, region: Region) -> set[int]:
+    """What is made between a region's inputs and its outputs; ``region_nodes`` without its pass over the graph."""
+    stop, found = set(region.inputs), set()
+    stack = [i for i in region.outputs if i not in stop]
+    while stack:
+        node = graph.arrays[stack.pop()].producer
+        if node is not None and node.outputs[0] not in found:
+            found.update(node.outputs)
+            stack.extend(i for i in node.inputs if i not in stop)
+    return found
+
+
+def _backward_is_known(graph: Graph) -> bool:
+    """False where there is a backward and no block has a part in it."""
+    blocks = [region for region in graph.regions if region.kind == "block"]
+    found = any(i is not None for region in blocks for i in region.gradients)
+    return found or not blocks or all(node.phase != "backward" for node in graph.nodes)
 
 
 ATTENTION_KINDS = ("attention", "fast.scaled_dot_product_attention")
