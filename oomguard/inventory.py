@@ -418,12 +418,14 @@ class Inventory:
         top = self._counted(self._region_of(last)).kinds
         yield from self._moments("loss", -1, self.held_in_forward(), top["loss"])
         yield from self._moments("last", last, self.held_before(last), top["last"])
+        held: dict[int, dict[str, int]] = {}
         for run in self._runs():
             found = self._counted(run.region)
             for vector in found.kinds["inner"]:
                 for block in run.places(vector.after, found):
                     if block < last:
-                        yield from self._moments("inner", block, self.held_before(block), [vector])
+                        held[block] = held.get(block) or self.held_before(block)
+                        yield from self._moments("inner", block, held[block], [vector])
         yield from self._moments("end", -1, self.held_at_end(), self._end_vectors())
 
     def _moments(
