@@ -21,7 +21,7 @@ from oomguard.trace.fuse import NEWEST, Fusion
 from oomguard.trace.graph import ITEM_BYTES, Graph, Node
 from oomguard.trace.layout import Layout, row_major
 from oomguard.trace.lower import for_cpu
-from oomguard.trace.ops import CPU_RULES, NEW, Operands, Rule, unknown
+from oomguard.trace.ops import CPU_RULES, NEW, Effect, Operands, Rule, unknown
 from oomguard.trace.schedule import BFS_MAX_WIDTH, schedule
 
 MAX_ACTIVE_TASKS = 10
@@ -188,6 +188,7 @@ class Memory:
         self.device = device
         self.limit = limit
         self.queue = queue or device.queue()
+        self.counts_elements = not isinstance(self.queue, DispatchQueue | ImmediateQueue)
         self.cache = BufferCache(device.cache_limit, device.cache_page)
         self.forget()
 
@@ -263,7 +264,7 @@ class Memory:
 class Step:
     """A node as the simulation runs it: what does not change from run to run."""
 
-    __slots__ = ("inputs", "known", "node", "op", "outputs", "reached", "rule", "siblings")
+    __slots__ = ("_effect", "inputs", "known", "node", "op", "outputs", "reached", "rule", "siblings")
 
     def __init__(self, graph: Graph, node: Node, reached: int, rule: Rule | None):
         arrays = graph.arrays
@@ -280,6 +281,21 @@ class Step:
         op.out_shapes = [arrays[o].shape for o in node.outputs]
         op.out_items = [ITEM_BYTES[arrays[o].dtype] for o in node.outputs]
         op.arguments = node.arguments
+        op.inputs, op.donatable, op.buffer_bytes = [], [], []
+        self._effect: Effect | None = None
+
+    def effect(self, inputs: list[Layout], donatable: list[bool], buffer_bytes: list[int]) -> Effect:
+        """What the rule says of these operands. Mostly they are those of the run before, and so is the answer."""
+        op = self.op
+        if (
+            self._effect is None
+            or inputs != op.inputs
+            or donatable != op.donatable
+            or buffer_bytes != op.buffer_bytes
+        ):
+            op.inputs, op.donatable, op.buffer_bytes = inputs, donatable, buffer_bytes
+            self._effect = self.rule(op)
+        return self._effect
 
 
 class Program:
@@ -390,15 +406,15 @@ class Simulation:
         """Runs the primitive's rule, makes the buffers it asks for, and queues its kernels."""
         memory, layout, buffer, references = self.memory, self.layout, self.buffer, self.references
         holders, pending, sizes = memory.arrays, memory.pending, memory.size
-        op, inputs = step.op, step.inputs
-        op.inputs = [layout[i] for i in inputs]
+        inputs = step.inputs
         buffers = [buffer[i] for i in inputs]
-        op.donatable = [
+        donatable = [
             references[i] == 1 and holders[b] == 1 and not pending[b]
             for i, b in zip(inputs, buffers, strict=True)
         ]
-        op.buffer_bytes = [sizes[b] for b in buffers]
-        outs, kernels, temporaries = step.rule(op)
+        outs, kernels, temporaries = step.effect(
+            [layout[i] for i in inputs], donatable, [sizes[b] for b in buffers]
+        )
         for o, (source, nbytes, lies) in zip(step.outputs, outs, strict=True):
             layout[o] = lies
             if source == NEW:
@@ -418,7 +434,9 @@ class Simulation:
             holders[b] = 0
             pending[b] = 1
             entry.append(b)
-        touched = [(buffer[i], layout[i].span) for i in (*inputs, *step.outputs)]
+        touched: Touched = []
+        if memory.counts_elements:
+            touched = [(buffer[i], layout[i].span) for i in (*inputs, *step.outputs)]
         memory.queue.submit(kernels, entry, touched)
 
     def _detach(self, step: Step) -> None:
