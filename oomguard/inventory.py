@@ -321,7 +321,7 @@ class Inventory:
         held = self._base() | self._saved_below(segment.start if whole and segment else block + 1)
         after = self.model.n_layers - 1 - block
         held["gradients"] = self._gradients(self.head_weights_bytes + after * self.block_weights_bytes)
-        held["recompute"] = self.lag_bytes * self._recomputed_after(block)
+        held["recompute"] = self.lag_bytes * self._recomputed_after(block) if self.lag_bytes else 0
         if whole and segment:
             held["segment_inputs"] += self.stream_bytes
             others = (block - segment.start) * (1 + self._waiting)
@@ -347,13 +347,11 @@ class Inventory:
 
     def _saved_below(self, below: int) -> dict[str, int]:
         """What the blocks before ``below`` keep, and the inputs of their segments."""
-        kept = self.kept[:below]
-        saved = sum(saved.attention + saved.mlp for saved in kept)
-        scores = sum(saved.scores for saved in kept)
-        starts = sum(1 for segment in self.segments if segment.region == "block" and segment.start < below)
+        saved, scores, starts = self._kept_sums[below]
         if self._waiting:
-            saved += self._waiting * sum(saved.attention + saved.mlp for saved in self.kept)
-            scores += self._waiting * sum(saved.scores for saved in self.kept)
+            all_saved, all_scores, _ = self._kept_sums[-1]
+            saved += self._waiting * all_saved
+            scores += self._waiting * all_scores
             starts *= self.step.accumulate
         return {
             "saved_tensors": saved,
@@ -361,16 +359,29 @@ class Inventory:
             "segment_inputs": self.stream_bytes * starts,
         }
 
+    @cached_property
+    def _kept_sums(self) -> list[tuple[int, int, int]]:
+        """Of the first n blocks: bytes kept but for scores, bytes of scores, segments that start in them."""
+        entered = {segment.start for segment in self.segments if segment.region == "block"}
+        sums = [(0, 0, 0)]
+        for block, found in enumerate(self.kept):
+            saved, scores, starts = sums[-1]
+            sums.append(
+                (saved + found.attention + found.mlp, scores + found.scores, starts + (block in entered))
+            )
+        return sums
+
     @property
     def _waiting(self) -> int:
         """Micro-batches beside the current one whose tensors are alive: all, where one graph holds them."""
         return 0 if self.step.evaluate_micro_steps else self.step.accumulate - 1
 
     def _segment_of(self, block: int) -> Segment | None:
-        for segment in self.segments:
-            if segment.start <= block < segment.stop:
-                return segment
-        return None
+        if not self.segments or block >= self.segments[-1].stop:
+            return None
+        return self.segments[
+            block // len(self.segments[0])
+        ]  # from block 0 on, all but the last of one length
 
     @cached_property
     def lag_bytes(self) -> int:
@@ -441,10 +452,12 @@ class Inventory:
     def _sized(self, counts: Counts, graphs: float = 1) -> int:
         """Bytes of counted tensors; what is not of the parameters is there once for every graph side by side."""
         units = self.units
-        total = 0.0
-        for name, count in counts.items():
-            total += count * units[name] * (1 if name in WEIGHT_UNITS else graphs)
-        return int(total)
+        if graphs == 1:
+            return int(sum([count * units[name] for name, count in counts.items()]))
+        parts = (
+            (1 if name in WEIGHT_UNITS else graphs) * count * units[name] for name, count in counts.items()
+        )
+        return int(sum(parts))
 
     @cached_property
     def units(self) -> dict[str, int]:
