@@ -101,7 +101,13 @@ def trace(
         device=device,
         memory_limit=memory_limit,
         rewrite=rewrite,
+        surroundings=Surroundings(before=_dispatches_before(state, arguments)),
     )
+
+
+def _dispatches_before(state: Sequence[Any] | None, arguments: Sequence[Any]) -> int:
+    """What evaluating the state and the batch queues before the first step, where nobody did so yet."""
+    return dispatches_to_evaluate([*map(state_tree, state or ()), arguments])
 
 
 @collector_paused()
