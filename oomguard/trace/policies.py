@@ -39,6 +39,9 @@ FLOPS_PER_BYTE = 20.0
 ATTENTION_CORES = CheckpointPolicy(policy="attention")
 BARE = CheckpointPolicy(policy="custom_function")
 
+UNEVEN = (
+    0.005  # how much more a policy may hold than one of its family that recomputes less: what is in flight
+)
 RISES_IN_A_ROW = 3  # strides, each holding more than the one before, after which longer ones are not tried
 STEPS = 2  # the first of a process, and one that finds what the first left
 
@@ -191,35 +194,37 @@ class Policies:
 
     def _least(self, family: list[CheckpointPolicy], budget_bytes: int, best: Price | None) -> Price | None:
         """The first of a family that fits, if it recomputes less than ``best``."""
-        if not family or not self.price(family[-1]).fits(budget_bytes):
-            return None
-        if best is not None:
+        if family and best is not None:
             costs = accumulate(self.price(family[-1]).costs)
             family = family[: sum(cost < best.cost for cost in costs)]
-            if not family or not self.price(family[-1]).fits(budget_bytes):
-                return None
-        return self._first_fitting(family, budget_bytes)
+        near_bytes = int(budget_bytes * (1 + UNEVEN))
+        if not family or not self.price(family[-1]).fits(near_bytes):
+            return None
+        near = self._first_within(family, near_bytes)
+        found = (self.price(policy) for policy in family[near:])
+        return next((price for price in found if price.fits(budget_bytes)), None)
 
-    def _first_fitting(self, family: list[CheckpointPolicy], budget_bytes: int) -> Price:
-        """The first that fits, given that the last one does, and nothing recomputed does not.
+    def _first_within(self, family: list[CheckpointPolicy], limit_bytes: int) -> int:
+        """Index of the first policy that is within a limit, given that the last one is.
 
-        The next guess is where the line between the two ends meets the budget; the middle, where a guess before
-        took off less than half.
+        The next guess is where the line between the two ends meets the limit; the middle, where a guess before took
+        off less than half.
         """
         low, high = -1, len(family) - 1
         above, within = self.price(NO_CHECKPOINT), self.price(family[high])
         halve = False
         while high - low > 1:
             width = high - low
-            share = (above.peak_bytes - budget_bytes) / max(1, above.peak_bytes - within.peak_bytes)
+            share = (above.peak_bytes - limit_bytes) / max(1, above.peak_bytes - within.peak_bytes)
             guess = low + (width // 2 if halve else round(share * width))
-            found = self.price(family[min(max(guess, low + 1), high - 1)])
-            if found.fits(budget_bytes):
-                high, within = family.index(found.policy), found
+            middle = min(max(guess, low + 1), high - 1)
+            found = self.price(family[middle])
+            if found.fits(limit_bytes):
+                high, within = middle, found
             else:
-                low, above = family.index(found.policy), found
+                low, above = middle, found
             halve = high - low > width // 2
-        return within
+        return high
 
     def _stride(self, budget_bytes: int) -> Price:
         """Segments of two blocks, three, ...: the first that fits; where none does, what holds least of all."""
