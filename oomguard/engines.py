@@ -89,17 +89,18 @@ def _trace_on_metal(model: ModelConfig, step: StepConfig, device: Device) -> Tra
     from oomguard.model.step import build_step
     from oomguard.trace import metal
     from oomguard.trace.engine import trace_built
-    from oomguard.trace.lower import LOWERED, parse_version
+    from oomguard.trace.lower import parse_version
+    from oomguard.trace.policies import MARKED
     from oomguard.trace.remat import apply_policy
 
     chip = metal.Chip.named(device.architecture or OTHER_ARCHITECTURE)
-    native = mx.metal.is_available()
+    version = parse_version(device.mlx or mlx_version())
     inventory = Inventory(model, step, "metal")
     return trace_built(
         build_step(model, step.but(checkpoint=NO_CHECKPOINT), evaluated=False),
-        device=metal.device(chip, parse_version(device.mlx or mlx_version())),
+        device=metal.device(chip, version, native=mx.metal.is_available()),
         rewrite=lambda graph: apply_policy(
             graph, step.checkpoint, block_to_boundary=inventory.block_to_boundary
         ),
-        marked=frozenset({"block"}) if native else LOWERED | {"block"},
+        marked=MARKED,
     )

@@ -11,9 +11,10 @@ import mlx.optimizers as optim
 import pytest
 
 from oomguard.config import CheckpointPolicy
+from oomguard.errors import TraceError
 from oomguard.trace.capture import capture
 from oomguard.trace.graph import Graph, Node
-from oomguard.trace.lower import Backend, Target, lower, parse_version
+from oomguard.trace.lower import LOWERED, Backend, Target, lower, parse_version
 from oomguard.trace.remat import apply_policy
 
 METAL = Target("metal", (0, 31, 2))
@@ -243,3 +244,90 @@ def test_version_is_read_from_the_front(text: str, version: tuple[int, int, int]
 def test_gpu_needs_no_more_nodes_than_the_cpu(backend: Backend) -> None:
     graph = captured(Norms(lambda: nn.LayerNorm(64)))
     assert len(lower(graph, Target(backend, (0, 31, 2))).nodes) < len(lower(graph, CPU).nodes)
+
+
+def losses(loss: Callable[[mx.array, mx.array], mx.array], dtype: mx.Dtype = mx.float32) -> Graph:
+    """Loss and gradient of 96 rows of 4096 logits."""
+    gradients_of = mx.value_and_grad(lambda logits, targets: loss(logits * 2, targets))
+    arguments = (mx.zeros((96, 4096), dtype), mx.zeros((96,), mx.uint32))
+    return capture(gradients_of, arguments, state=[], marked=LOWERED).graph
+
+
+def mean_loss(logits: mx.array, targets: mx.array) -> mx.array:
+    return nn.losses.cross_entropy(logits, targets, reduction="mean")
+
+
+def weighted_loss(logits: mx.array, targets: mx.array) -> mx.array:
+    return nn.losses.cross_entropy(logits, targets, weights=mx.ones(targets.shape), reduction="sum")
+
+
+def smoothed_loss(logits: mx.array, targets: mx.array) -> mx.array:
+    return nn.losses.cross_entropy(logits, targets, label_smoothing=0.1, reduction="mean")
+
+
+def probable_loss(logits: mx.array, targets: mx.array) -> mx.array:
+    return nn.losses.cross_entropy(logits, mx.softmax(logits), reduction="mean")
+
+
+@pytest.mark.parametrize("loss", [mean_loss, weighted_loss])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_lower_makes_cross_entropy_one_primitive_that_saves_only_the_logits(
+    loss: Callable[[mx.array, mx.array], mx.array], dtype: mx.Dtype
+) -> None:
+    graph = losses(loss, dtype)
+    lowered = lower(graph, NEWEST)
+    lowered.check()
+    (forward,), (backward,) = nodes(lowered, "CrossEntropy"), nodes(lowered, "CrossEntropyVJP")
+    logits, targets, loss_rows, cotangent = (lowered.arrays[i] for i in backward.inputs)
+    assert [logits.id, targets.id] == forward.inputs
+    assert targets.dtype == "int32"
+    assert loss_rows.id == forward.outputs[0]
+    assert loss_rows.dtype == cotangent.dtype == "float32"
+    assert lowered.arrays[backward.outputs[0]].dtype == logits.dtype
+    wide = [
+        a for n in lowered.nodes for a in map(lowered.arrays.__getitem__, n.outputs) if a.size == 96 * 4096
+    ]
+    assert {a.producer.primitive for a in wide if a.producer} <= {
+        "Broadcast",
+        "Copy",
+        "Multiply",
+        "CrossEntropyVJP",
+    }
+
+
+@pytest.mark.parametrize("loss", [smoothed_loss, probable_loss])
+def test_lower_leaves_a_loss_that_the_primitive_does_not_compute(
+    loss: Callable[[mx.array, mx.array], mx.array],
+) -> None:
+    assert not nodes(lower(losses(loss), NEWEST), "CrossEntropy")
+
+
+def test_lower_leaves_cross_entropy_to_releases_without_the_primitive() -> None:
+    graph = losses(mean_loss)
+    for target in (METAL, Target("metal", (0, 32, 3)), CPU):
+        assert not nodes(lower(graph, target), "CrossEntropy")
+
+
+def test_marking_cross_entropy_does_not_change_its_graph() -> None:
+    plain = capture(
+        mx.value_and_grad(lambda x, t: mean_loss(x * 2, t)),
+        (mx.zeros((96, 4096)), mx.zeros((96,), mx.uint32)),
+        state=[],
+        marked=frozenset(),
+    ).graph
+    assert count(plain) == count(losses(mean_loss))
+
+
+def test_cross_entropy_is_mlx_s_own_again_after_a_capture() -> None:
+    before = nn.losses.cross_entropy
+    losses(mean_loss)
+    assert nn.losses.cross_entropy is before
+    assert float(mean_loss(mx.zeros((2, 4)), mx.array([0, 3]))) == pytest.approx(1.386294, abs=1e-5)
+
+
+def test_lower_refuses_a_training_step_captured_without_marks() -> None:
+    model = Norms(lambda: nn.LayerNorm(64))
+    gradients_of = nn.value_and_grad(model, lambda x: model(x).square().mean())
+    graph = capture(gradients_of, (mx.zeros((2, 16, 64)),), state=[model], marked=frozenset()).graph
+    with pytest.raises(TraceError, match=r"capture with .*fast\.layer_norm.* marked"):
+        lower(graph, METAL)

@@ -339,7 +339,7 @@ def trace_built(
     """
     surroundings = surroundings_of(built)
     results = []
-    for captured in capture_built(built, marked=marked):
+    for captured in capture_built(built, marked=marked | device.marked):
         results.append(
             simulate(
                 captured,

@@ -9,12 +9,16 @@ primitive's own VJP. What each takes and gives is in MLX's ``fast.cpp``:
 layer norm     LayerNorm(x, w, b)           LayerNormVJP(x, w, b, cotangent) -> dx, dw, db
 RMS norm       RMSNorm(x, w)                RMSNormVJP(x, w, cotangent) -> dx, dw
 RoPE           RoPE(x, offset[, freqs])     RoPE(cotangent, offset[, freqs]), turned the other way
+cross entropy  CrossEntropy(x, targets)     CrossEntropyVJP(x, targets, loss, cotangent) -> dx
 attention      ScaledDotProductAttention    ...VJP(q, k, v, o, logsumexp, cotangent) -> dq, dk, dv
                (q, k, v) -> o[, logsumexp]
 =============  ===========================  ==========================================================
 
 A missing weight or bias is a scalar constant. The VJP of a norm makes all its gradients, also those nobody
 asked for (frozen weights of a LoRA run): they take memory for as long as the primitive runs.
+
+Cross entropy, also that of ``nn.losses``, is one primitive since 0.32.4, in float32 whatever the logits are: the
+backward reads the logits alone, and no array of their size is made beside their gradient.
 
 Attention stays as captured, decomposed, wherever MLX decomposes it on the target too; see
 ``fuses_attention``. A graph captured on the target itself needs none of this.
@@ -30,12 +34,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from oomguard.errors import TraceError
 from oomguard.trace.graph import Graph, Node, Region
 
 Backend = Literal["cpu", "metal", "cuda"]
 Version = tuple[int, int, int]
 
 ATTENTION = "fast.scaled_dot_product_attention"
+CROSS_ENTROPY = "nn.cross_entropy"
+"""``nn.losses.cross_entropy`` of class indices; a region only where it is marked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +67,18 @@ def lower(graph: Graph, target: Target) -> Graph:
     """The graph of the same step on ``target``.
 
     Args:
-        graph: captured on the CPU, no policy applied; unchanged.
+        graph: captured on the CPU with ``LOWERED`` marked, no policy applied; unchanged.
         target: what runs it; for ``cpu`` too, see above.
 
     Returns:
         A new graph in topological order, with the captured regions.
+
+    Raises:
+        TraceError: the step has a backward, and none of its regions was marked when it was captured.
     """
     if target.backend == "cpu":
         return for_cpu(graph)
+    _check_marks(graph)
     result = graph.copy()
     training = any(i is not None for region in graph.regions for i in region.gradients)
     lowering = _Lowering(result)
@@ -75,10 +86,22 @@ def lower(graph: Graph, target: Target) -> Graph:
         if region.kind == ATTENTION:
             if fuses_attention(result, region, target, training):
                 lowering.attention(region, training=training)
+        elif region.kind in _CROSS_ENTROPY:
+            if target.mlx >= CROSS_ENTROPY_PRIMITIVE:
+                lowering.cross_entropy(region)
         elif region.kind in _RULES:
             _RULES[region.kind](lowering, region)
     lowering.finish()
     return result
+
+
+def _check_marks(graph: Graph) -> None:
+    found = [region for region in graph.regions if region.kind in LOWERED]
+    differentiated = any(i is not None for region in found for i in region.gradients)
+    if found and not differentiated and any(node.phase == "backward" for node in graph.nodes):
+        raise TraceError(
+            f"the step was captured for the CPU: capture with {', '.join(sorted(LOWERED))} marked"
+        )
 
 
 def for_cpu(graph: Graph) -> Graph:
@@ -122,6 +145,7 @@ def fuses_attention(graph: Graph, region: Region, target: Target, training: bool
     return target.mlx >= METAL_ATTENTION_BACKWARD and fits and not masked
 
 
+CROSS_ENTROPY_PRIMITIVE: Version = (0, 32, 4)
 METAL_ATTENTION_BACKWARD: Version = (0, 32, 4)
 _METAL_HEAD_DIMS = (64, 72, 80, 96, 128)
 
@@ -188,6 +212,16 @@ class _Lowering:
         self._forward(region, "RoPE", [x, *rest], ("forward",))
         self._backward(region, "RoPE", [*self._cotangents(region), *rest], [x], ("backward",))
 
+    def cross_entropy(self, region: Region) -> None:
+        """Loss and cotangent are float32, the targets int32."""
+        logits, targets = region.inputs
+        given = [logits, self._cast(targets, "int32")]
+        old = self.graph.arrays[region.outputs[0]]
+        (loss,) = self._forward(region, "CrossEntropy", given, dtype="float32")
+        self.replaced[old.id] = self._cast(loss, old.dtype)
+        cotangents = [self._cast(i, "float32", backward=True) for i in self._cotangents(region)]
+        self._backward(region, "CrossEntropyVJP", [*given, loss, *cotangents], [logits])
+
     def attention(self, region: Region, *, training: bool) -> None:
         """With its backward, the forward also gives each row's logsumexp in float32."""
         q = self.graph.arrays[region.inputs[0]]
@@ -215,13 +249,14 @@ class _Lowering:
         inputs: list[int],
         arguments: tuple[str, ...] = (),
         extra: list[tuple[tuple[int, ...], str]] | None = None,
+        dtype: str | None = None,
     ) -> list[int]:
         old = self.graph.arrays[region.outputs[0]]
         node = old.producer
         outputs = self.graph.multi_op(
             primitive,
             inputs,
-            [(old.shape, old.dtype), *(extra or [])],
+            [(old.shape, dtype or old.dtype), *(extra or [])],
             arguments,
             phase="forward",
             block=node.block if node else region.block,
@@ -271,5 +306,7 @@ _RULES: dict[str, Callable[[_Lowering, Region], None]] = {
     "fast.rope": _Lowering.rope,
 }
 
-LOWERED = frozenset((*_RULES, ATTENTION))
+_CROSS_ENTROPY = ("fast.cross_entropy", CROSS_ENTROPY)
+
+LOWERED = frozenset((*_RULES, *_CROSS_ENTROPY, ATTENTION))
 """Kinds of regions whose backward a GPU target needs to know."""

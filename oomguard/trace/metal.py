@@ -44,6 +44,7 @@ from functools import partial
 from math import prod
 
 from oomguard.trace.fuse import Fusion
+from oomguard.trace.graph import Graph
 from oomguard.trace.layout import Layout, row_major
 from oomguard.trace.lower import LOWERED, Target, Version, lower
 from oomguard.trace.memory import Device
@@ -86,7 +87,7 @@ class Chip:
         return self.generation >= (18 if self.size == "p" else 17)
 
 
-def device(chip: Chip, mlx: Version, *, cache_limit_bytes: int = 1 << 62) -> Device:
+def device(chip: Chip, mlx: Version, *, cache_limit_bytes: int = 1 << 62, native: bool = False) -> Device:
     """The simulator's view of a chip under an MLX release.
 
     Args:
@@ -94,6 +95,7 @@ def device(chip: Chip, mlx: Version, *, cache_limit_bytes: int = 1 << 62) -> Dev
         mlx: decides which rules hold.
         cache_limit_bytes: what ``mx.set_cache_limit`` was given; by default the memory limit, which is out
             of reach.
+        native: steps are captured on a Mac, whose graph is Metal's already.
     """
     return Device(
         "metal",
@@ -102,9 +104,9 @@ def device(chip: Chip, mlx: Version, *, cache_limit_bytes: int = 1 << 62) -> Dev
         round_to_pages,
         cache_limit_bytes,
         PAGE_BYTES,
-        partial(lower, target=Target("metal", mlx)),
+        Graph.copy if native else partial(lower, target=Target("metal", mlx)),
         Fusion.of(mlx),
-        LOWERED,
+        frozenset() if native else LOWERED,
     )
 
 

@@ -33,6 +33,7 @@ from mlx.utils import tree_flatten
 
 from oomguard.trace.containers import map_leaves
 from oomguard.trace.experts import SORTED_GATHER
+from oomguard.trace.lower import CROSS_ENTROPY
 
 _FAST = ("cross_entropy", "layer_norm", "rms_norm", "rope", "scaled_dot_product_attention")
 FAST = tuple(name for name in _FAST if hasattr(mx.fast, name))
@@ -40,6 +41,8 @@ FAST = tuple(name for name in _FAST if hasattr(mx.fast, name))
 
 
 EVERY_REGION = frozenset({"block", *(f"fast.{name}" for name in FAST)})
+_REDUCTIONS: dict[str, Callable[[mx.array], mx.array]] = {"none": lambda a: a, "mean": mx.mean, "sum": mx.sum}
+
 ALWAYS_MARKED = frozenset({"checkpoint", "custom_function", SORTED_GATHER})
 
 
@@ -122,6 +125,9 @@ class Tags:
                 stack.enter_context(_attribute(cls, "__call__", self._module_call(cls.__dict__["__call__"])))
             for name in FAST:
                 stack.enter_context(_attribute(mx.fast, name, self._fast(name, getattr(mx.fast, name))))
+            original = nn.losses.cross_entropy
+            if CROSS_ENTROPY in self.marked and original.__module__.startswith("mlx."):
+                stack.enter_context(_everywhere(original, self._cross_entropy(original)))
             for cls in {optim.Optimizer, optim.MultiOptimizer}:
                 stack.enter_context(
                     _attribute(cls, "apply_gradients", self._apply_gradients(cls.__dict__["apply_gradients"]))
@@ -180,6 +186,31 @@ class Tags:
             return self.run(original, Call(f"fast.{name}", name, self._block, given), args, kwargs)
 
         return marked
+
+    def _cross_entropy(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Marks what MLX makes one primitive of on a GPU: class indices over the last axis, nothing smoothed."""
+
+        held = (original,)  # in a tuple, where ``_everywhere`` does not look
+
+        def cross_entropy(
+            logits: mx.array,
+            targets: mx.array,
+            weights: mx.array | None = None,
+            axis: int = -1,
+            label_smoothing: float = 0.0,
+            reduction: str = "none",
+        ) -> mx.array:
+            plain = axis in (-1, logits.ndim - 1) and targets.ndim == logits.ndim - 1 and not label_smoothing
+            known = mx.issubdtype(logits.dtype, mx.floating) and mx.issubdtype(targets.dtype, mx.integer)
+            fits = weights is None or weights.shape == targets.shape
+            if not (plain and known and fits and reduction in _REDUCTIONS):
+                given: mx.array = held[0](logits, targets, weights, axis, label_smoothing, reduction)
+                return given
+            call = Call(CROSS_ENTROPY, "cross_entropy", self._block)
+            loss = self.run(held[0], call, (logits, targets), {})
+            return _REDUCTIONS[reduction](loss if weights is None else loss * weights)
+
+        return cross_entropy
 
     def _contiguous(self, a: mx.array, allow_col_major: bool = False, **stream: Any) -> mx.array:
         """``mx.contiguous`` cannot be exported; a ``Depends`` on a constant of its own holds its place."""
