@@ -28,7 +28,7 @@ from oomguard.trace.engine import (
 from oomguard.trace.graph import Graph, Node
 from oomguard.trace.lower import ATTENTION
 from oomguard.trace.memory import CPU, Device, Program
-from oomguard.trace.remat import ATTENTION_KINDS, VIEWS, block_calls, recompute, saved_ratio
+from oomguard.trace.remat import ATTENTION_KINDS, VIEWS, apply_policy, block_calls, saved_ratio
 
 MARKED = frozenset(("block", "attention", ATTENTION))
 """Kinds of regions whose backward a capture must mark for all policies to be had from it."""
@@ -77,7 +77,7 @@ class Price:
 
     @property
     def share(self) -> float:
-        """What is computed again over the whole forward: 0 for nothing, about 1 for every block."""
+        """What is computed again over the whole forward: 0 for nothing, about 1 for all of it."""
         return self.cost / self.forward_cost if self.forward_cost else 0.0
 
     def fits(self, budget_bytes: int) -> bool:
@@ -148,10 +148,12 @@ class Policies:
         Raises:
             TraceError: the policy recomputes blocks or attention, and the step has none.
         """
+        if not self.n_blocks and policy != NO_CHECKPOINT:
+            raise TraceError(f"{policy} recomputes blocks, and the captured step has none")
         segments = policy.segments(self.n_blocks, self._ratio)
         key = segments, policy == BARE
         if key not in self._prices:
-            self._prices[key] = self._simulate(policy, segments, bare=policy == BARE)
+            self._prices[key] = self._simulate(policy, segments)
         return self._prices[key]
 
     def table(self) -> list[Price]:
@@ -241,12 +243,12 @@ class Policies:
         return min(known, key=lambda price: (price.peak_bytes, price.cost))
 
     @collector_paused()
-    def _simulate(self, policy: CheckpointPolicy, segments: tuple[Segment, ...], *, bare: bool) -> Price:
+    def _simulate(self, policy: CheckpointPolicy, segments: tuple[Segment, ...]) -> Price:
         peaks = [0] * STEPS
         costs = [0.0] * self.n_blocks
         forward = 0.0
         for graph in self._graphs:
-            rewritten = recompute(graph, segments, bare=bare)
+            rewritten = apply_policy(graph, policy, block_to_boundary=self._ratio)
             program = prepare(rewritten, compiled=self.compiled, device=self.device)
             found = step_peaks(program, STEPS, memory_limit=self.memory_limit, surroundings=self.surroundings)
             peaks = [max(pair) for pair in zip(peaks, found, strict=True)]

@@ -48,8 +48,9 @@ def apply_policy(graph: Graph, policy: CheckpointPolicy, *, block_to_boundary: f
         TraceError: the policy recomputes blocks or attention and the graph has none.
     """
     ratio = saved_ratio(graph) if block_to_boundary is None else block_to_boundary
-    segments = policy.segments(len(block_calls(graph)), ratio)
-    if not segments and policy.policy != "none":
+    n_blocks = len(block_calls(graph))
+    segments = policy.segments(n_blocks, ratio)
+    if not n_blocks and policy.policy != "none":
         raise TraceError(f"{policy} recomputes blocks, and the captured step has none; {_HOW_TO_NAME_BLOCKS}")
     return recompute(graph, segments, bare=policy.policy == "custom_function")
 
