@@ -39,9 +39,10 @@ FLOPS_PER_BYTE = 20.0
 ATTENTION_CORES = CheckpointPolicy(policy="attention")
 BARE = CheckpointPolicy(policy="custom_function")
 
-UNEVEN = (
-    0.005  # how much more a policy may hold than one of its family that recomputes less: what is in flight
-)
+# What is in flight may make a policy hold a little more than one of its family that recomputes less.
+UNEVEN = 0.005
+LOOK_BELOW = 3
+
 RISES_IN_A_ROW = 3  # strides, each holding more than the one before, after which longer ones are not tried
 STEPS = 2  # the first of a process, and one that finds what the first left
 
@@ -199,29 +200,36 @@ class Policies:
         if family and best is not None:
             costs = accumulate(self.price(family[-1]).costs)
             family = family[: sum(cost < best.cost for cost in costs)]
-        near_bytes = int(budget_bytes * (1 + UNEVEN))
-        if not family or not self.price(family[-1]).fits(near_bytes):
+        if not family or not self.price(family[-1]).fits(int(budget_bytes * (1 + UNEVEN))):
             return None
-        near = self._first_within(family, near_bytes)
-        found = (self.price(policy) for policy in family[near:])
-        return next((price for price in found if price.fits(budget_bytes)), None)
+        first = self._first_fitting(family, budget_bytes)
+        found = None if first == len(family) else self.price(family[first])
+        for policy in reversed(family[max(0, first - LOOK_BELOW) : first]):
+            price = self.price(policy)
+            if price.fits(budget_bytes):
+                found = price
+            elif not price.fits(int(budget_bytes * (1 + UNEVEN))):
+                break
+        return found
 
-    def _first_within(self, family: list[CheckpointPolicy], limit_bytes: int) -> int:
-        """Index of the first policy that is within a limit, given that the last one is.
+    def _first_fitting(self, family: list[CheckpointPolicy], budget_bytes: int) -> int:
+        """Index of the first policy that fits, past the end where the last one does not, taking peaks to fall.
 
-        The next guess is where the line between the two ends meets the limit; the middle, where a guess before took
+        The next guess is where the line between the two ends meets the budget; the middle, where a guess before took
         off less than half.
         """
         low, high = -1, len(family) - 1
         above, within = self.price(NO_CHECKPOINT), self.price(family[high])
+        if not within.fits(budget_bytes):
+            return len(family)
         halve = False
         while high - low > 1:
             width = high - low
-            share = (above.peak_bytes - limit_bytes) / max(1, above.peak_bytes - within.peak_bytes)
+            share = (above.peak_bytes - budget_bytes) / max(1, above.peak_bytes - within.peak_bytes)
             guess = low + (width // 2 if halve else round(share * width))
             middle = min(max(guess, low + 1), high - 1)
             found = self.price(family[middle])
-            if found.fits(limit_bytes):
+            if found.fits(budget_bytes):
                 high, within = middle, found
             else:
                 low, above = middle, found
