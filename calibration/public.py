@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,6 +43,7 @@ CHIP_SIZES = {"Pro": "s", "Max": "s", "Ultra": "d", "": "g"}
 GENERATIONS = {"M1": 13, "M2": 14, "M3": 15, "M4": 16, "M5": 17}
 DEFAULT_RANK = 8
 DEFAULT_MLX: Version = (0, 31, 2)
+ENTROPY_SHIFTED: Version = (0, 32, 1)
 QUERY_VALUE = ("self_attn.q_proj", "self_attn.v_proj")
 
 
@@ -161,7 +163,7 @@ def build_lora_step(row: PublicRow) -> LoraStep:
         learning_rate=1e-5
     )
     optimizer.init(model.trainable_parameters())
-    loss_and_gradients = nn.value_and_grad(model, _loss)
+    loss_and_gradients = nn.value_and_grad(model, partial(_loss, release=row.mlx))
     state = [model.state, optimizer.state, mx.random.state]
 
     def step(batch: mx.array, lengths: mx.array, accumulated: Any) -> Any:
@@ -207,21 +209,25 @@ def _shape(architecture: str) -> dict[str, Any]:
     return {**defaults, **shape}
 
 
-def _loss(model: nn.Module, batch: mx.array, lengths: mx.array) -> tuple[mx.array, mx.array]:
+def _loss(
+    model: nn.Module, batch: mx.array, lengths: mx.array, *, release: Version
+) -> tuple[mx.array, mx.array]:
     """mlx-lm's loss: the mean cross-entropy over the tokens between two positions."""
     logits = model(batch[:, :-1])
     targets = batch[:, 1:]
     steps = mx.arange(1, targets.shape[1] + 1)
     mask = mx.logical_and(steps >= lengths[:, 0:1], steps <= lengths[:, 1:])
-    losses = cross_entropy(logits, targets) * mask
+    entropy = cross_entropy if release < ENTROPY_SHIFTED else nn.losses.cross_entropy
+    losses = entropy(logits, targets) * mask
     tokens = mask.sum()
     return losses.astype(mx.float32).sum() / tokens, tokens
 
 
 def cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:
-    """As ``mlx.nn`` had it until 0.32.0, which is what the reports were run with.
+    """As ``mlx.nn`` had it until 0.32.0, which is what the reports so far were run with.
 
-    Later releases subtract the largest logit first, which makes another tensor of logits.
+    From then on it subtracts the largest logit first, which makes another tensor of logits; since 0.32.4 it is one
+    primitive on a GPU.
     """
     score = mx.take_along_axis(logits, targets[..., None], axis=-1).squeeze(-1)
     return mx.logsumexp(logits, axis=-1) - score
