@@ -10,6 +10,7 @@ import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from oomguard.errors import OomguardError
 from oomguard.measure.table import row_label
@@ -146,13 +147,16 @@ def trace_row(row: Row) -> tuple[int, int, bool, str]:
     """Default and sequenced peak of a row's step, whether it is compiled, and why it could not be traced."""
     from oomguard.calibration.cases import build_case
     from oomguard.model.step import build_step
-    from oomguard.trace.engine import trace_built
+    from oomguard.trace.engine import STEADY_STEPS, trace_built
 
+    built: Any
+    if row.model is not None and row.step is not None:
+        built = build_step(row.model, row.step, evaluated=False)
+    else:
+        built = build_case(row.case or "", evaluated=False)
     try:
-        if row.model is not None and row.step is not None:
-            found = trace_built(build_step(row.model, row.step, evaluated=False))
-        else:
-            found = trace_built(build_case(row.case or "", evaluated=False))
+        # As many steps as were measured: where tasks end, and with it the peak, differs from one to the next.
+        found = trace_built(built, device="cpu", steady_steps=row.steps or STEADY_STEPS)
     except OomguardError as error:
         return 0, 0, False, str(error)
     return found.peak_bytes, found.sequenced_peak_bytes, found.compiled, ""

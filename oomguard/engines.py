@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from oomguard.config import NO_CHECKPOINT, ModelConfig, StepConfig
+from oomguard.config import NO_CHECKPOINT, CheckpointPolicy, ModelConfig, StepConfig
 from oomguard.errors import TraceError
 from oomguard.inventory import Inventory
 from oomguard.search import Traced, Tracer
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from oomguard.device import Device
     from oomguard.trace.result import TraceResult
 
-OTHER_ARCHITECTURE = "applegpu_g16s"  # of a Pro or Max, where the machine's own is not known
 TRACE_MARGIN = 0.03  # a default run may peak this much above its trace (the trace's own stated bound)
 
 
@@ -27,7 +26,7 @@ def find_tracer(engine: Engine, device: Device) -> tuple[Tracer | None, str | No
         device: the machine and backend to simulate.
 
     Returns:
-        A function from model and step to what it holds, or None; and a warning where ``auto`` does without.
+        A tracer, or None; and a warning where ``auto`` does without.
 
     Raises:
         TraceError: the engine is ``trace`` and cannot be had; the text says why.
@@ -36,7 +35,7 @@ def find_tracer(engine: Engine, device: Device) -> tuple[Tracer | None, str | No
         return None, None
     reason = _why_not(device)
     if reason is None:
-        return partial(trace_step, device=device), None
+        return PresetTracer(device), None
     if engine == "trace":
         raise TraceError(f"--engine trace: {reason}; --engine estimate does without")
     return None, f"not confirmed by a trace: {reason}"
@@ -52,24 +51,41 @@ def _why_not(device: Device) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class PresetTracer:
+    """Simulates steps of the preset GPT on a machine."""
+
+    device: Device
+
+    def __call__(self, model: ModelConfig, step: StepConfig) -> Traced:
+        """What a step holds; see ``trace_step``."""
+        return trace_step(model, step, self.device)
+
+    def least_recompute(
+        self, model: ModelConfig, step: StepConfig, budget_bytes: int
+    ) -> CheckpointPolicy | None:
+        """The policy that recomputes least and fits: one capture, and the policies in between simulated."""
+        from oomguard.model.step import build_step
+        from oomguard.trace.policies import Policies
+
+        within = int(budget_bytes / (1 + TRACE_MARGIN))
+        plain = build_step(model, step.but(checkpoint=NO_CHECKPOINT), evaluated=False)
+        price = Policies.of_built(plain, device=self.device).cheapest(within)
+        return price.policy if price.fits(within) else None
+
+
 def trace_step(model: ModelConfig, step: StepConfig, device: Device | None = None) -> Traced:
     """One step of the preset GPT, captured without running it and simulated.
 
     Args:
         model, step: what runs.
-        device: the machine; the CPU backend if None. For Metal the step is captured once without recompute, and
-            the graph is rewritten as the policy and the GPU would have it.
+        device: the machine; what MLX computes on here if None. For a GPU the step is captured once without recompute,
+            and the graph is rewritten as the policy and the GPU would have it.
 
     Raises:
         TraceError: the step cannot be captured.
     """
-    from oomguard.model.step import build_step
-    from oomguard.trace.engine import trace_built
-
-    if device is None or device.backend == "cpu":
-        found = trace_built(build_step(model, step, evaluated=False))
-    else:
-        found = _trace_on_metal(model, step, device)
+    found = trace_preset(model, step, device)
     return Traced(
         peak_bytes=found.peak_bytes,
         low_bytes=found.low_bytes,
@@ -82,25 +98,28 @@ def trace_step(model: ModelConfig, step: StepConfig, device: Device | None = Non
     )
 
 
-def _trace_on_metal(model: ModelConfig, step: StepConfig, device: Device) -> TraceResult:
-    import mlx.core as mx
+def trace_preset(
+    model: ModelConfig, step: StepConfig, device: Device | None = None, memory_limit: int | None = None
+) -> TraceResult:
+    """What ``trace_step`` is taken from.
 
-    from oomguard.measure.provenance import mlx_version
+    Args:
+        memory_limit: as given to ``mx.set_memory_limit``, in bytes; None for MLX's default.
+    """
     from oomguard.model.step import build_step
-    from oomguard.trace import metal
+    from oomguard.trace.backends import simulated
     from oomguard.trace.engine import trace_built
-    from oomguard.trace.lower import parse_version
     from oomguard.trace.policies import MARKED
     from oomguard.trace.remat import apply_policy
 
-    chip = metal.Chip.named(device.architecture or OTHER_ARCHITECTURE)
-    version = parse_version(device.mlx or mlx_version())
-    inventory = Inventory(model, step, "metal")
+    target = simulated(device)
+    if target.name == "cpu":
+        return trace_built(build_step(model, step, evaluated=False), device=target, memory_limit=memory_limit)
+    ratio = Inventory(model, step, "metal").block_to_boundary
     return trace_built(
         build_step(model, step.but(checkpoint=NO_CHECKPOINT), evaluated=False),
-        device=metal.device(chip, version, native=mx.metal.is_available()),
-        rewrite=lambda graph: apply_policy(
-            graph, step.checkpoint, block_to_boundary=inventory.block_to_boundary
-        ),
+        device=target,
+        memory_limit=memory_limit,
+        rewrite=lambda graph: apply_policy(graph, step.checkpoint, block_to_boundary=ratio),
         marked=MARKED,
     )

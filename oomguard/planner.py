@@ -262,7 +262,7 @@ def answer(
         tracer, warning = find_tracer(request.engine, device)
         warnings += [warning] if warning else []
     if tracer is not None:
-        candidates, choice, said = _confirm(search, candidates, tracer)
+        candidates, choice, said = _confirm(search, candidates, tracer, free=request.checkpoint is None)
         warnings += said
     largest = max((c for c in candidates if c.fits), key=lambda c: c.batch, default=None)
     found = Plan(request, device, budget, calibration, choice, (), largest=largest)
@@ -412,12 +412,14 @@ def _changes(request: Request) -> list[tuple[str, Request]]:
 
 
 def _confirm(
-    search: Search, candidates: list[Candidate], tracer: Tracer
+    search: Search, candidates: list[Candidate], tracer: Tracer, *, free: bool
 ) -> tuple[list[Candidate], Candidate | None, list[str]]:
     """Traces the choice and its neighbours; what the trace says is believed.
 
     The fastest candidate is traced; while it does not fit, the rung below, while it fits, the rung above. The
-    next candidates follow as long as they could be faster than the best confirmed so far.
+    next candidates follow as long as they could be faster than the best confirmed so far. Where the policy is
+    ``free``, the least recompute that the chosen batch needs is then looked for, or that the smallest batch would
+    need where nothing was confirmed.
     """
     confirmed: list[Candidate] = []
     said: list[str] = []
@@ -452,6 +454,14 @@ def _confirm(
             if trace(search.at(candidate.policy, rung)).fits != upward:
                 break
     choice = fastest(confirmed, search.model.n_layers)
+    if free and (choice is None or choice.policy != NO_CHECKPOINT):
+        rung = 0 if choice is None else search.rung_of(choice)
+        least = tracer.least_recompute(
+            search.model, search.at(NO_CHECKPOINT, rung).step, search.budget.budget_bytes
+        )
+        if least is not None and not any(c.policy == least and search.rung_of(c) == rung for c in confirmed):
+            trace(search.at(least, rung))
+            choice = fastest(confirmed, search.model.n_layers)
     traced_steps = {c.step for c in confirmed}
     rest = [c for c in candidates if c.step not in traced_steps]
     return confirmed + rest, choice, said

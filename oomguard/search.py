@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from oomguard.budget import Budget
 from oomguard.config import (
@@ -313,7 +313,19 @@ class Traced:
     warnings: tuple[str, ...] = ()
 
 
-Tracer = Callable[[ModelConfig, StepConfig], Traced]
+class Tracer(Protocol):
+    """Simulates steps of one model."""
+
+    def __call__(self, model: ModelConfig, step: StepConfig) -> Traced:
+        """What a step holds."""
+
+    def least_recompute(
+        self, model: ModelConfig, step: StepConfig, budget_bytes: int
+    ) -> CheckpointPolicy | None:
+        """The policy that recomputes least and keeps ``high_bytes`` within the budget; None where none does.
+
+        The step's own policy counts for nothing.
+        """
 
 
 def as_traced(candidate: Candidate, traced: Traced) -> Candidate:

@@ -209,6 +209,18 @@ class FakeTracer:
         peak = sum(breakdown.values())
         return Traced(peak, peak, peak, peak, "backward", breakdown, found.largest_tensor_bytes)
 
+    def least_recompute(
+        self, model: ModelConfig, step: StepConfig, budget_bytes: int
+    ) -> CheckpointPolicy | None:
+        """The first of the whole-block policies that fits, each tried."""
+        blocks = [CheckpointPolicy(policy="blocks", blocks=n) for n in range(1, model.n_layers)]
+        fitting = (
+            policy
+            for policy in (NO_CHECKPOINT, *blocks, EVERY_BLOCK)
+            if self.factor * FakeEstimator()(model, step.but(checkpoint=policy)).peak_bytes <= budget_bytes
+        )
+        return next(fitting, None)
+
 
 @pytest.mark.parametrize("factor", [0.9, 1.0, 1.12])
 def test_trace_moves_the_choice_to_the_batch_it_finds(factor: float) -> None:
@@ -223,6 +235,33 @@ def test_trace_moves_the_choice_to_the_batch_it_finds(factor: float) -> None:
     assert not found.next_up.fits
     assert len(tracer.calls) <= 12
     assert found.choice.tokens_per_second > 0
+
+
+@pytest.mark.parametrize("factor", [0.6, 0.7])
+def test_trace_finds_that_less_recompute_is_enough(factor: float) -> None:
+    tracer = FakeTracer(factor)
+    asked = request(batch=8, memory_bytes=40 * MIB)
+    estimated, found = ask(asked).choice, ask(asked, tracer=tracer).choice
+    assert estimated is not None
+    assert found is not None
+    assert (found.engine, found.fits) == ("trace", True)
+    assert found.policy == tracer.least_recompute(SHAPE, found.step, 40 * MIB) != estimated.policy
+    assert found.tokens_per_second > estimated.tokens_per_second
+
+
+def test_trace_finds_what_fits_where_the_estimate_sees_nothing() -> None:
+    asked = request(batch=8, memory_bytes=15 * MIB)
+    assert ask(asked).choice is None
+    found = ask(asked, tracer=FakeTracer(0.5)).choice
+    assert found is not None
+    assert (found.engine, found.fits) == ("trace", True)
+
+
+def test_policy_asked_for_is_never_replaced_by_the_trace() -> None:
+    asked = request(batch=8, checkpoint=EVERY_BLOCK, memory_bytes=60 * MIB)
+    found = ask(asked, tracer=FakeTracer(0.7)).choice
+    assert found is not None
+    assert found.policy == EVERY_BLOCK
 
 
 def test_trace_outside_the_band_is_believed_and_said() -> None:

@@ -15,13 +15,14 @@ from mlx.utils import tree_flatten
 from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
 from oomguard.model.step import build_step
 from oomguard.trace.capture import Capture, capture
-from oomguard.trace.engine import prepare, step_peaks
-from oomguard.trace.graph import Graph
+from oomguard.trace.engine import prepare, trace
 from oomguard.trace.lower import for_cpu
-from oomguard.trace.memory import CPU
-from oomguard.trace.orders import ORDERS, OrderPeak, best_order, last_block_first, reversed_order
+from oomguard.trace.memory import CPU, Program
+from oomguard.trace.orders import ORDERS, best_order, last_block_first, reversed_order
 from oomguard.trace.policies import MARKED
 from oomguard.trace.remat import apply_policy
+from oomguard.trace.result import OrderPeak
+from oomguard.trace.steps import step_peaks
 
 MODEL: dict[str, Any] = {
     "name": "narrow",
@@ -50,24 +51,35 @@ def captured(evaluate: Callable[[Any, list[Any]], Any], marked: frozenset[str] =
     )
 
 
-def recomputed(graph: Graph) -> Graph:
-    return apply_policy(graph, EVERY)
+def recomputed(found: Capture) -> Program:
+    return prepare(apply_policy(for_cpu(found.graph), EVERY), compiled=True, device=CPU)
 
 
 def test_first_block_listed_first_is_left_alone() -> None:
-    best = best_order([captured(state_first)], rewrite=recomputed)
-    assert best.order == "as given"
-    assert best.saved_bytes == 0
-    assert not best.worth_saying
+    assert best_order(recomputed(captured(state_first))) is None
 
 
 def test_first_block_listed_last_undoes_checkpointing_and_is_reported() -> None:
-    good = best_order([captured(state_first)], rewrite=recomputed)
-    best = best_order([captured(state_reversed)], rewrite=recomputed)
-    assert best.given_bytes > 2 * good.given_bytes
+    good = step_peaks(recomputed(captured(state_first)), 2)[-1]
+    best = best_order(recomputed(captured(state_reversed)))
+    assert best is not None
+    assert best.given_bytes > 2 * good
     assert best.order in ORDERS
-    assert best.peak_bytes < 1.2 * good.peak_bytes
+    assert best.peak_bytes < 1.2 * good
     assert best.worth_saying
+
+
+def test_a_trace_names_the_better_order_and_is_silent_without_one() -> None:
+    built = build_step(ModelConfig(**MODEL), StepConfig(**STEP, checkpoint=EVERY), evaluated=False)
+    found = [
+        trace(built.function, built.batch, None, True, state=built.state, evaluate=evaluate)
+        for evaluate in (state_first, state_reversed)
+    ]
+    assert found[0].order is None
+    better = found[1].order
+    assert better is not None
+    assert better.given_bytes == pytest.approx(found[1].peak_bytes, rel=0.01)
+    assert better.peak_bytes == pytest.approx(found[0].peak_bytes, rel=0.2)
 
 
 def test_small_gain_is_not_worth_saying() -> None:
@@ -78,7 +90,7 @@ def test_small_gain_is_not_worth_saying() -> None:
 def test_capture_is_left_as_it_was() -> None:
     found = captured(state_first)
     outputs = list(found.graph.evaluations[0].outputs)
-    best_order([found])
+    best_order(Program(found.graph))
     assert found.graph.evaluations[0].outputs == outputs
 
 

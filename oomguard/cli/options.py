@@ -15,6 +15,7 @@ import click
 from oomguard.config import CheckpointPolicy, ModelConfig
 from oomguard.errors import InputError
 from oomguard.settings import (
+    AUTO,
     MAX_COUNT,
     read_batch,
     read_count,
@@ -60,6 +61,10 @@ def _read_memory(text: str) -> int:
     return parse_memory(text)
 
 
+def _read_memory_or_auto(text: str) -> int | str:
+    return AUTO if text.strip().lower() == AUTO else _read_memory(text)
+
+
 def _read_headroom(text: str) -> Any:
     from oomguard.budget import parse_headroom
 
@@ -90,6 +95,7 @@ OPTIMIZER = Reader("optimizer", read_optimizer, "NAME")
 DTYPE = Reader("dtype", read_dtype)
 ENGINE = Reader("engine", read_engine, "NAME")
 MEMORY = Reader("memory", _read_memory, "SIZE")
+MEMORY_OR_AUTO = Reader("memory", _read_memory_or_auto, "SIZE|auto")
 HEADROOM = Reader("headroom", _read_headroom, "SIZE|PERCENT")
 PRESET = Reader("preset", _read_preset, "NAME")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from oomguard.cli.options import (
     step_options,
     wants_colour,
 )
+from oomguard.cli.waiting import waiting
 from oomguard.config import ModelConfig
 
 FITS, NOTHING_FITS = 0, 1
@@ -74,7 +76,8 @@ def command(
     from oomguard.planner import plan
 
     model = chosen_model(preset, config)
-    found = plan(model, seq_len=ctx_tokens, clip_norm=clip, **settings)
+    with waiting("simulating steps") if settings["engine"] != "estimate" else contextlib.nullcontext():
+        found = plan(model, seq_len=ctx_tokens, clip_norm=clip, **settings)
     if as_json:
         from oomguard.report.as_json import plan_json
 

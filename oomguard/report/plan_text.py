@@ -11,6 +11,7 @@ from oomguard.planner import Plan
 from oomguard.report.estimate_text import breakdown_lines, calibration_line
 from oomguard.report.style import Ink, paragraph, table
 from oomguard.report.words import (
+    PRICE_OF_WAITING,
     SHORT_DTYPES,
     exact_bytes,
     say_batch,
@@ -45,11 +46,16 @@ def plan_text(plan: Plan, colour: bool = False, model_option: str = "") -> str:
 
 
 def say_budget(budget: Budget) -> str:
-    """``21.4 GiB (bound by: memory free now, 22.5 GiB, less 1.1 GiB headroom)``."""
+    """``21.4 GiB (bound by: memory free now, 22.5 GiB less 1.1 GiB headroom)``."""
+    return f"{format_bytes(budget.budget_bytes)} (bound by: {say_bound(budget)})"
+
+
+def say_bound(budget: Budget) -> str:
+    """``memory free now, 22.5 GiB less 1.1 GiB headroom``."""
+    if not budget.headroom_bytes:
+        return budget.bound_by
     bound = format_bytes(budget.candidates[budget.bound_by])
-    less = f" less {format_bytes(budget.headroom_bytes)} headroom" if budget.headroom_bytes else ""
-    what = f"{budget.bound_by}, {bound}{less}" if less else budget.bound_by
-    return f"{format_bytes(budget.budget_bytes)} (bound by: {what})"
+    return f"{budget.bound_by}, {bound} less {format_bytes(budget.headroom_bytes)} headroom"
 
 
 def _header(plan: Plan, ink: Ink) -> str:
@@ -93,7 +99,7 @@ def _why(plan: Plan, choice: Candidate) -> Iterator[str]:
         if _window_alone_breaks_it(above):
             yield (
                 "Only its in-flight window does not fit: with mx.set_memory_limit at the budget MLX waits for "
-                "running kernels instead, which costs time (6% to 16% a step on a CPU with the limit at 0)."
+                f"running kernels instead, which costs time ({PRICE_OF_WAITING})."
             )
     top = plan.ceiling
     if top is not None and top.batch > choice.batch:

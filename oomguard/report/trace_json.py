@@ -8,7 +8,8 @@ from oomguard.report.trace_holders import HolderGroup, group_holders
 from oomguard.report.trace_report import LabelledTrace, TraceReport
 
 if TYPE_CHECKING:
-    from oomguard.trace.result import Moment
+    from oomguard.trace.policies import Price
+    from oomguard.trace.result import Moment, OrderPeak
 
 TRACE_SCHEMA = "oomguard.trace/1"
 
@@ -16,7 +17,8 @@ TRACE_SCHEMA = "oomguard.trace/1"
 def trace_json(report: TraceReport) -> dict[str, Any]:
     """The object ``oomguard trace --json`` prints.
 
-    ``fits`` is null without a budget, ``compared`` without ``--compare``. ``breakdown`` and the
+    ``fits`` is null without a budget, ``compared`` without ``--compare``, ``policies`` where no other checkpointing
+    was looked at, ``cheapest`` (a policy of those) where none fits. ``breakdown`` and the
     ``total_bytes`` of ``holders`` each sum to ``peak_bytes``.
     """
     return {
@@ -24,12 +26,32 @@ def trace_json(report: TraceReport) -> dict[str, Any]:
         "title": report.title,
         "settings": report.settings,
         "mlx": report.mlx,
+        "machine": report.machine or None,
         "memory_limit_bytes": report.memory_limit_bytes,
         "budget_bytes": report.budget_bytes,
         "fits": report.fits,
+        "policies": [_price(price, report) for price in report.policies.prices] if report.policies else None,
+        "cheapest": _cheapest(report),
         **_run(report.asked),
         "compared": _run(report.compared) if report.compared is not None else None,
     }
+
+
+def _price(price: Price, report: TraceReport) -> dict[str, Any]:
+    return {
+        "checkpoint": str(price.policy),
+        "peak_bytes": price.peak_bytes,
+        "first_peak_bytes": price.first_peak_bytes,
+        "recomputed_share": round(price.share, 4),
+        "fits": None if report.budget_bytes is None else price.fits(report.budget_bytes),
+    }
+
+
+def _cheapest(report: TraceReport) -> str | None:
+    found = report.policies.cheapest if report.policies else None
+    if found is None or report.budget_bytes is None or not found.fits(report.budget_bytes):
+        return None
+    return str(found.policy)
 
 
 def _run(run: LabelledTrace) -> dict[str, Any]:
@@ -47,6 +69,7 @@ def _run(run: LabelledTrace) -> dict[str, Any]:
         "in_flight_bytes": result.in_flight_bytes,
         "state_bytes": result.state_bytes,
         "largest_buffer_bytes": result.largest_buffer_bytes,
+        "better_order": _order(result.order),
         "moment": _moment(result.moment),
         "breakdown": {category_key(name): size for name, size in result.breakdown.items()},
         "holders": [_group(group) for group in group_holders(result.holders)],
@@ -54,6 +77,11 @@ def _run(run: LabelledTrace) -> dict[str, Any]:
         "unknown": dict(result.unknown),
         "warnings": list(result.warnings),
     }
+
+
+def _order(order: OrderPeak | None) -> dict[str, Any] | None:
+    """Another order of evaluation that holds clearly less; null where none is known."""
+    return None if order is None else {"order": order.order, "peak_bytes": order.peak_bytes}
 
 
 def category_key(name: str) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from oomguard.trace.policies import Price
     from oomguard.trace.result import TraceResult
 
 
@@ -24,6 +25,22 @@ class LabelledTrace:
 
 
 @dataclass(frozen=True)
+class PricedPolicies:
+    """What a step holds and recomputes under checkpoint policies, from one capture.
+
+    Attributes:
+        prices: the less recomputed the earlier; may be the cheapest alone.
+        cheapest: the least recompute that fits the budget, or what holds least where none does; None without a
+            budget.
+        n_blocks: of the model.
+    """
+
+    prices: tuple[Price, ...]
+    cheapest: Price | None
+    n_blocks: int
+
+
+@dataclass(frozen=True)
 class TraceReport:
     """A traced step and what a reader wants to know beside it.
 
@@ -33,8 +50,11 @@ class TraceReport:
         asked: the step that was asked for.
         compared: the same step under another checkpoint policy, to stand beside it.
         budget_bytes: what the peak is held against.
+        bound_by: what sets the budget, in words, where it is the machine's.
         memory_limit_bytes: as given to ``mx.set_memory_limit``; None for MLX's default.
         mlx: version of MLX that built the graph.
+        machine: which one is simulated, where that was asked for.
+        policies: what other checkpointing would hold; None where that is not asked for or there is none.
     """
 
     title: str
@@ -42,8 +62,11 @@ class TraceReport:
     asked: LabelledTrace
     compared: LabelledTrace | None = None
     budget_bytes: int | None = None
+    bound_by: str = ""
     memory_limit_bytes: int | None = None
     mlx: str = ""
+    machine: str = ""
+    policies: PricedPolicies | None = None
 
     @property
     def runs(self) -> list[LabelledTrace]:
@@ -52,8 +75,8 @@ class TraceReport:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak of the step asked for is within the budget; None without one."""
-        return self.within(self.asked.result.peak_bytes)
+        """Whether every step of the run asked for is within the budget; None without one."""
+        return self.within(self.asked.result.most_bytes)
 
     def within(self, size_bytes: int) -> bool | None:
         """Whether a size is within the budget; None without one."""

@@ -10,10 +10,11 @@ from oomguard.report.estimate_text import breakdown_lines
 from oomguard.report.style import Ink, paragraph, table
 from oomguard.report.trace_holders import group_holders
 from oomguard.report.trace_report import TraceReport
+from oomguard.report.words import PRICE_OF_WAITING, say_policy
 from oomguard.units import format_bytes
 
 if TYPE_CHECKING:
-    from oomguard.trace.result import Moment, TraceResult
+    from oomguard.trace.result import Moment, OrderPeak, TraceResult
 
 SHOWN_HOLDERS = 10
 SLIVER = 0.005  # of the larger peak: categories below it are not compared
@@ -33,6 +34,7 @@ def trace_text(report: TraceReport, colour: bool = False) -> str:
         [ink.faint(f"What holds {peak} at the peak"), *breakdown_lines(result.breakdown)],
         [ink.faint("The largest holders at the peak"), *_holder_lines(result)],
         _compared(report, ink),
+        _priced(report, ink),
         _foot(report, ink),
     ]
     return "\n\n".join(text for text in map("\n".join, parts) if text)
@@ -60,7 +62,8 @@ def say_fit(report: TraceReport, size_bytes: int) -> str:
 def _head(report: TraceReport, ink: Ink) -> Iterator[str]:
     result = report.asked.result
     facts = [f"{result.primitives:,} primitives", "compiled" if result.compiled else "eager"]
-    facts.append(f"{result.backend}, MLX {report.mlx}" if report.mlx else result.backend)
+    where = f"{report.machine} ({result.backend})" if report.machine else result.backend
+    facts.append(f"{where}, MLX {report.mlx}" if report.mlx else where)
     if report.memory_limit_bytes is not None:
         facts.append(f"memory limit {format_bytes(report.memory_limit_bytes)}")
     yield ink.strong(paragraph(report.title))
@@ -70,11 +73,17 @@ def _head(report: TraceReport, ink: Ink) -> Iterator[str]:
 
 
 def _answer(report: TraceReport, ink: Ink) -> str:
-    peak = report.asked.result.peak_bytes
-    said = f"Peak {format_bytes(peak)}"
+    result = report.asked.result
+    said = f"Peak {format_bytes(result.peak_bytes)}"
     if report.fits is None:
         return ink.strong(said)
-    return f"{ink.good(said) if report.fits else ink.bad(said)}, {say_fit(report, peak)}"
+    shown = ink.good(said) if report.fits else ink.bad(said)
+    if format_bytes(result.most_bytes) != format_bytes(result.peak_bytes):
+        shown += f", {format_bytes(result.most_bytes)} in the highest step"
+    lines = [f"{shown}, {say_fit(report, result.most_bytes)}"]
+    if report.bound_by:
+        lines.append(_filled(f"bound by: {report.bound_by}", "  "))
+    return "\n".join(lines)
 
 
 def _facts(result: TraceResult, report: TraceReport) -> Iterator[str]:
@@ -90,8 +99,21 @@ def _facts(result: TraceResult, report: TraceReport) -> Iterator[str]:
     }
     if report.memory_limit_bytes == 0:
         del facts["sequenced"]
+    if result.order is not None:
+        facts["order"] = _say_order(result.order)
     for name, text in facts.items():
         yield _filled(text, f"  {name:<15}  ")
+
+
+def _say_order(order: OrderPeak) -> str:
+    """What another order of evaluation saves, and how to have it."""
+    how = "with its arrays the other way round"
+    if order.order == "last block first":
+        how = "with the arrays of the last block last, as MLX begins with what the last one needs"
+    return (
+        f"{order.order} would peak at {format_bytes(order.peak_bytes)}, {format_bytes(order.saved_bytes)} less: "
+        f"call mx.eval {how}"
+    )
 
 
 def _say_steps(result: TraceResult) -> str:
@@ -158,6 +180,24 @@ def _row(name: str, one: int, other: int) -> tuple[str, str, str, str]:
     return name, format_bytes(one), format_bytes(other), change
 
 
+def _priced(report: TraceReport, ink: Ink) -> Iterator[str]:
+    """Every policy with its peak and what it computes again; the cheapest alone is one sentence of the foot."""
+    priced = report.policies
+    if priced is None or len(priced.prices) < 2:
+        return
+    budget = report.budget_bytes
+    rows = [("", "checkpoint", "peak", "recomputed", "")]
+    for price in priced.prices:
+        note = "" if budget is None or price.fits(budget) else "does not fit"
+        chosen = price is priced.cheapest and not note
+        row = ("", str(price.policy), format_bytes(price.peak_bytes), f"{price.share:.0%}")
+        rows.append((">" if chosen else "", *row[1:], "the least recompute that fits" if chosen else note))
+    lines = table(rows, "<<>><", indent="")
+    yield ink.faint("Checkpoint policies, from one capture; recomputed is a share of the forward")
+    yield ink.faint(lines[0])
+    yield from lines[1:]
+
+
 def _foot(report: TraceReport, ink: Ink) -> Iterator[str]:
     result = report.asked.result
     if report.fits is False:
@@ -177,12 +217,31 @@ def _ways_out(report: TraceReport) -> Iterator[str]:
     if report.compared is not None and report.within(report.compared.result.peak_bytes):
         fit = say_fit(report, report.compared.result.peak_bytes)
         yield _filled(f"Fits with {report.compared.about}: {fit}.")
+    yield from _cheapest(report)
     if report.memory_limit_bytes is None and report.within(sequenced):
         yield _filled(
             f"Only the in-flight window breaks the budget. With mx.set_memory_limit(0) the peak is "
-            f"{format_bytes(sequenced)}, {say_fit(report, sequenced)}; then nothing runs ahead, and a step "
-            "takes somewhat longer."
+            f"{format_bytes(sequenced)}, {say_fit(report, sequenced)}; then nothing runs ahead, which costs time "
+            f"({PRICE_OF_WAITING})."
         )
+
+
+def _cheapest(report: TraceReport) -> Iterator[str]:
+    """The least recompute that fits, or the policy that holds least."""
+    priced, budget = report.policies, report.budget_bytes
+    if priced is None or priced.cheapest is None or budget is None:
+        return
+    price = priced.cheapest
+    about = say_policy(price.policy, priced.n_blocks)
+    if not price.fits(budget):
+        least = format_bytes(max(price.peak_bytes, price.first_peak_bytes))
+        yield _filled(f"No checkpointing fits; the least is {least}, with {about}.")
+        return
+    yield _filled(
+        f"The least recompute that fits: {about} ({price.policy}), peak {format_bytes(price.peak_bytes)}, "
+        f"{price.share:.0%} of the forward computed again. For any list of MLX layers: "
+        f'oomguard.checkpoint_layers(layers, "{price.policy}").'
+    )
 
 
 def other_warnings(result: TraceResult) -> list[str]:

@@ -6,41 +6,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median_low
 from typing import Any
 
+from oomguard import device as machines
+from oomguard.trace.backends import capturing, simulated
 from oomguard.trace.capture import Capture, Evaluate, capture, returned_then_state
 from oomguard.trace.collector import collector_paused
 from oomguard.trace.containers import leaves, state_tree
 from oomguard.trace.fuse import compile_graph
 from oomguard.trace.graph import Graph
-from oomguard.trace.layout import Layout
-from oomguard.trace.ledger import CATEGORIES, Ledger, Owner, Recorder
-from oomguard.trace.memory import CPU, Device, ImmediateQueue, Memory, Program, Queue, Run, Simulation
+from oomguard.trace.ledger import CATEGORIES, Owner, Recorder
+from oomguard.trace.memory import CPU, Device, ImmediateQueue, Program
+from oomguard.trace.orders import best_order
 from oomguard.trace.rawgraph import dtype_name
 from oomguard.trace.remat import recompute_regions
 from oomguard.trace.result import Holder, Moment, Span, Timeline, TraceResult
 from oomguard.trace.startup import SYNCHRONIZER_DISPATCHES, dispatches_to_evaluate
+from oomguard.trace.steps import ALONE, Steps, Surroundings, graph_peak, within_update
 
 STEADY_STEPS = 3
 """Steps simulated after the first. Where the device's tasks end differs from one to the next."""
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """What a process does besides the step: ``before`` dispatches before its first one, ``between`` after each.
-
-    They shift where the CPU's tasks end; nothing else depends on them.
-    """
-
-    before: int = 0
-    between: int = 0
-
-
-ALONE = Surroundings()
-
 Rewrite = Callable[[Graph], Graph]
+
+Machine = str | machines.Device | Device | None
+"""What a step is simulated for: see ``backends.simulated``."""
 
 
 @collector_paused()
@@ -52,7 +44,7 @@ def trace(
     evaluate: Evaluate = returned_then_state,
     consumed: Sequence[int] = (),
     compiled: bool | None = None,
-    device: Device = CPU,
+    device: Machine = None,
     memory_limit: int | None = None,
     rewrite: Rewrite | None = None,
     marked: frozenset[str] = frozenset(),
@@ -73,7 +65,8 @@ def trace(
         evaluate: what is handed to ``mx.eval`` after the step, given what it returned and the state, in order.
         consumed: positions of arguments nobody holds any more while the step is evaluated.
         compiled: simulate with or without ``mx.compile``; by default as the step is.
-        device: what runs it.
+        device: what runs it: what MLX computes on here if None; ``"cpu"``, ``"metal"``; or another machine by its
+            name, ``"m5-pro-48gb"``, ``"metal-36gb"``.
         memory_limit: as given to ``mx.set_memory_limit``, in bytes; None for MLX's default.
         rewrite: changes the captured graph before it is simulated: a checkpoint policy, another backend.
         marked: kinds of regions that ``rewrite`` needs the backward of.
@@ -82,32 +75,67 @@ def trace(
         Peaks in bytes, when the peak is reached, and what is alive then.
 
     Raises:
+        InputError: no device of that name.
         TraceError: the step cannot be captured; the text says why, where, and what to do.
 
     Accuracy: see ``calibration/LOG.md`` and ``oomguard validate --engine trace``.
     """
-    captured = capture(
+    captured, target, surroundings = capture_for(
         step,
         arguments,
         keywords,
         state=state,
         evaluate=evaluate,
         consumed=consumed,
-        marked=marked | device.marked,
+        device=device,
+        marked=marked,
     )
     return simulate(
         captured,
         compiled=captured.compiled if compiled is None else compiled,
-        device=device,
+        device=target,
         memory_limit=memory_limit,
         rewrite=rewrite,
-        surroundings=Surroundings(before=_dispatches_before(state, arguments)),
+        surroundings=surroundings,
     )
 
 
-def _dispatches_before(state: Sequence[Any] | None, arguments: Sequence[Any]) -> int:
-    """What evaluating the state and the batch queues before the first step, where nobody did so yet."""
-    return dispatches_to_evaluate([*map(state_tree, state or ()), arguments])
+def capture_for(
+    step: Callable[..., Any],
+    arguments: Sequence[Any],
+    keywords: dict[str, Any] | None = None,
+    *,
+    state: Sequence[Any] | None = None,
+    evaluate: Evaluate = returned_then_state,
+    consumed: Sequence[int] = (),
+    device: Machine = None,
+    marked: frozenset[str] = frozenset(),
+) -> tuple[Capture, Device, Surroundings]:
+    """A step captured for a machine, to be simulated in more than one way.
+
+    Args:
+        step, arguments, keywords, state, evaluate, consumed, device, marked: as for ``trace``.
+
+    Returns:
+        The capture, the device that is simulated for the machine, and what the process does besides the step:
+        evaluates the state and the batch before the first one, where nobody did so yet.
+
+    Raises:
+        InputError, TraceError: as ``trace``.
+    """
+    target = simulated(device)
+    with capturing(target):
+        captured = capture(
+            step,
+            arguments,
+            keywords,
+            state=state,
+            evaluate=evaluate,
+            consumed=consumed,
+            marked=marked | target.marked,
+        )
+    before = dispatches_to_evaluate([*map(state_tree, state or ()), arguments])
+    return captured, target, Surroundings(before=before)
 
 
 @collector_paused()
@@ -130,11 +158,25 @@ def simulate(
         steady_steps: how many steps to simulate after the first, and again with the memory limit at 0.
         surroundings: what else the process evaluates.
     """
+    program = _program_of(captured, compiled, device, rewrite)
+    return _simulated(program, captured.warnings, compiled, memory_limit, steady_steps, surroundings)
+
+
+def _program_of(captured: Capture, compiled: bool, device: Device, rewrite: Rewrite | None) -> Program:
     graph = built_for(device, captured)
-    if rewrite is not None:
-        graph = rewrite(graph)
-    program = prepare(graph, compiled=compiled, device=device)
-    steps = _Steps(program, memory_limit, None, surroundings)
+    return prepare(graph if rewrite is None else rewrite(graph), compiled=compiled, device=device)
+
+
+def _simulated(
+    program: Program,
+    warnings: list[str],
+    compiled: bool,
+    memory_limit: int | None,
+    steady_steps: int,
+    surroundings: Surroundings,
+) -> TraceResult:
+    graph, device = program.graph, program.device
+    steps = Steps(program, memory_limit, None, surroundings)
     runs = [steps.step() for _ in range(1 + steady_steps)]
     steady = runs[1:] or runs
     peaks = [run.peak_bytes for run in steady]
@@ -144,7 +186,7 @@ def simulate(
     largest_buffer = steps.largest_buffer
     steps.memory.limit = 0
     sequenced = median_low([steps.step().peak_bytes for _ in steady])
-    graph_alone = _Steps(program, None, ImmediateQueue(), surroundings).step()
+    order = best_order(program, memory_limit=memory_limit, surroundings=surroundings)
     moments = [_moment(program, index) for index in range(len(program.evaluations[0]))]
     at = runs[chosen].peak_index
     holders = _holders(graph, recorder)
@@ -154,7 +196,7 @@ def simulate(
         high_bytes=max(peaks),
         first_peak_bytes=runs[0].peak_bytes,
         sequenced_peak_bytes=sequenced,
-        graph_peak_bytes=graph_alone.peak_bytes,
+        graph_peak_bytes=graph_peak(program),
         state_bytes=runs[chosen].before_bytes,
         largest_buffer_bytes=largest_buffer,
         moment=moments[at] if at >= 0 else Moment(-1, "", "", -1, ""),
@@ -164,8 +206,9 @@ def simulate(
         primitives=len(moments),
         backend=device.name,
         compiled=compiled,
+        order=order if order is not None and order.worth_saying else None,
         unknown=program.unknown,
-        warnings=captured.warnings + _unknown_warnings(program),
+        warnings=warnings + _unknown_warnings(program),
     )
 
 
@@ -182,18 +225,6 @@ def prepare(graph: Graph, *, compiled: bool, device: Device) -> Program:
         graph.evaluations[0].held.update(a.id for a in graph.arrays if a.kind == "constant")
     _name_new_state(graph)
     return Program(graph, device)
-
-
-def step_peaks(
-    program: Program,
-    count: int,
-    *,
-    memory_limit: int | None = None,
-    surroundings: Surroundings = ALONE,
-) -> list[int]:
-    """The peaks of the first steps of a process, in bytes: what ``simulate`` finds, and nothing else of it."""
-    steps = _Steps(program, memory_limit, None, surroundings)
-    return [steps.step().peak_bytes for _ in range(count)]
 
 
 def _with_checkpoints(graph: Graph) -> Graph:
@@ -217,64 +248,11 @@ def counted_timelines(captured: Capture) -> tuple[list[int], list[int], list[Mom
     The steady state is the median, primitive by primitive, of the steps after the first.
     """
     program = prepare(built_for(CPU, captured), compiled=captured.compiled, device=CPU)
-    alone = _Steps(program, None, ImmediateQueue(), ALONE).step()
-    default = _Steps(program, None, None, ALONE)
+    alone = Steps(program, None, ImmediateQueue(), ALONE).step()
+    default = Steps(program, None, None, ALONE)
     runs = [default.step().high for _ in range(1 + STEADY_STEPS)][1:]
     steady = [median_low(values) for values in zip(*runs, strict=True)]
     return alone.high, steady, [_moment(program, index) for index in range(len(program.evaluations[0]))]
-
-
-class _Steps:
-    """Steps simulated one after the other, each finding what the one before left."""
-
-    def __init__(self, program: Program, limit: int | None, queue: Queue | None, around: Surroundings):
-        self.program = program
-        self.between = around.between
-        self.memory = Memory(program.device, limit, queue)
-        self._count(around.before)
-        self.largest_buffer = 0
-        self._found: dict[int, tuple[Layout, int]] = {}
-        self._before: list[_Before] = []
-
-    def step(self) -> Run:
-        memory = self.memory
-        count = getattr(memory.queue, "submitted", 0)
-        self._before.append(_Before(dict(self._found), list(memory.cache.sizes), memory.cache.total, count))
-        simulation = Simulation(self.program, memory, self._found)
-        run = simulation.run()
-        self._found = simulation.found(self.program.graph.carries)
-        self._count(self.between)
-        self.largest_buffer = max(self.largest_buffer, max(memory.size, default=0))
-        return run
-
-    def _count(self, dispatches: int) -> None:
-        """Lets the queue have counted further, as it does in evaluations that are not simulated."""
-        for _ in range(dispatches):
-            self.memory.queue.submit(0, [], [])
-        self.memory.synchronize()
-
-    def record(self, number: int, at: int) -> Recorder:
-        """Simulates one of the steps again, and keeps whose the bytes are."""
-        before = self._before[number]
-        memory = Ledger(self.program.device, self.memory.limit, None)
-        memory.cache.sizes, memory.cache.total = before.cached, before.cached_bytes
-        if hasattr(memory.queue, "submitted"):
-            memory.queue.submitted = memory.queue.executed = before.submitted  # type: ignore[attr-defined]
-        simulation = Simulation(self.program, memory, before.found)
-        recorder = Recorder(self.program, at)
-        recorder.begin(simulation)
-        simulation.run(watch=recorder)
-        return recorder
-
-
-@dataclass(slots=True)
-class _Before:
-    """What a step found: its inputs, the cache, and the queue's count."""
-
-    found: dict[int, tuple[Layout, int]]
-    cached: list[int]
-    cached_bytes: int
-    submitted: int
 
 
 def _moment(program: Program, index: int) -> Moment:
@@ -324,10 +302,11 @@ def trace_built(
     built: Any,
     *,
     compiled: bool | None = None,
-    device: Device = CPU,
+    device: Machine = None,
     memory_limit: int | None = None,
     rewrite: Rewrite | None = None,
     marked: frozenset[str] = frozenset(),
+    steady_steps: int = STEADY_STEPS,
 ) -> TraceResult:
     """The peak of a step made by ``oomguard.model.step.build_step`` or ``calibration.cases.build_case``.
 
@@ -336,48 +315,52 @@ def trace_built(
     Args:
         built: built with ``evaluated=False`` it takes no memory.
         compiled, device, memory_limit, rewrite, marked: as for ``trace``.
+        steady_steps: as for ``simulate``.
     """
-    surroundings = surroundings_of(built)
-    results = []
-    for captured in capture_built(built, marked=marked | device.marked):
-        results.append(
-            simulate(
-                captured,
-                compiled=captured.compiled if compiled is None else compiled,
-                device=device,
-                memory_limit=memory_limit,
-                rewrite=rewrite,
-                surroundings=surroundings,
-            )
-        )
+    target = simulated(device)
+    captures = capture_built(built, device=target, marked=marked)
+    compiled = captures[0].compiled if compiled is None else compiled
+    programs = [_program_of(captured, compiled, target, rewrite) for captured in captures]
+    around = within_update(programs, len(built.graphs()), surroundings_of(built))
+    results = [
+        _simulated(program, captured.warnings, compiled, memory_limit, steady_steps, surroundings)
+        for program, captured, surroundings in zip(programs, captures, around, strict=True)
+    ]
     return max(results, key=lambda result: result.peak_bytes)
 
 
 def surroundings_of(built: Any) -> Surroundings:
     """What the ``run`` of a built step evaluates besides its calls."""
-    # The GPT's run also divides the loss, in an evaluation of its own: one kernel.
+    # The GPT's run also adds up the losses of its calls, and divides the sum in an evaluation of its own.
+    losses = 2 * len(built.graphs()) + SYNCHRONIZER_DISPATCHES
     return Surroundings(
         before=dispatches_to_evaluate([*map(state_tree, built.state), built.batch]),
-        between=2 + SYNCHRONIZER_DISPATCHES if hasattr(built, "config") else 0,
+        between=losses if hasattr(built, "config") else 0,
     )
 
 
-def capture_built(built: Any, *, marked: frozenset[str] = frozenset()) -> list[Capture]:
-    """The different calls one update of a built step makes: the first, one between, the last."""
+def capture_built(built: Any, *, device: Device = CPU, marked: frozenset[str] = frozenset()) -> list[Capture]:
+    """The different calls one update of a built step makes: the first, one between, the last.
+
+    Args:
+        device: what they are captured for.
+        marked: as for ``capture``; what the device needs is marked in any case.
+    """
     calls = built.graphs()
     wanted = sorted({0, min(1, len(calls) - 1), len(calls) - 1})
     gradients = built.model.trainable_parameters()
     found = []
     for number in wanted:
         micro_batches, update = calls[number]
-        captured = capture(
-            built.function,
-            (micro_batches, gradients if number else None, update),
-            state=built.state,
-            evaluate=lambda returned, state: (state, returned),
-            consumed=(1,),
-            marked=marked,
-        )
+        with capturing(device):
+            captured = capture(
+                built.function,
+                (micro_batches, gradients if number else None, update),
+                state=built.state,
+                evaluate=lambda returned, state: (state, returned),
+                consumed=(1,),
+                marked=marked | device.marked,
+            )
         _hold(captured.graph, [batch for k, (batch, _) in enumerate(calls) if k != number])
         found.append(captured)
     return found

@@ -295,6 +295,14 @@ class Graph:
         """The nodes between a region's inputs and outputs."""
         return self.between(region.inputs, region.outputs)
 
+    def evaluated_as(self, evaluations: list[Evaluation]) -> Graph:
+        """The same arrays and nodes, not copied, under other evaluations."""
+        graph = Graph()
+        for name in self.__slots__:
+            setattr(graph, name, getattr(self, name))
+        graph.evaluations = evaluations
+        return graph
+
     # -- rewriting --------------------------------------------------------------------------------------
 
     def replace(self, old: int, new: int, readers: Iterable[tuple[Node, int]] | None = None) -> None:

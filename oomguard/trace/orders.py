@@ -5,22 +5,25 @@ parameters listed first block first, the update of the last block, whose gradien
 everything it held is free when the backward reaches the block before. Listed the other way round, the first block
 comes first: all gradients are made before any is used up. Under a checkpoint policy it is worse still: the recompute
 of all the blocks may stand before the backward of any.
+
+What ``mx.compile`` makes of a function does not depend on the order in which its results are evaluated, so one
+compiled graph is scheduled anew for each.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 
-from oomguard.trace.capture import Capture
 from oomguard.trace.collector import collector_paused
-from oomguard.trace.engine import ALONE, Rewrite, Surroundings, built_for, prepare, step_peaks
 from oomguard.trace.graph import Graph
-from oomguard.trace.memory import CPU, Device
+from oomguard.trace.memory import Program
+from oomguard.trace.result import OrderPeak
+from oomguard.trace.steps import ALONE, Surroundings, graph_peak, step_peaks
 
 STEPS = 2
-WORTH_SAYING = 0.01  # of the peak
+WORTH_TRYING = 0.01  # of the peak: what the graph alone must save before the device is simulated
 
 Order = Callable[[Graph, list[int]], list[int]]
 
@@ -49,59 +52,48 @@ def last_block_first(graph: Graph, outputs: list[int]) -> list[int]:
 ORDERS: dict[str, Order] = {"last block first": last_block_first, "reversed": reversed_order}
 
 
-@dataclass(frozen=True, slots=True)
-class OrderPeak:
-    """The steady peak of a step whose ``mx.eval`` is given its arrays in some order.
-
-    Attributes:
-        order: ``as given``, or one of ``ORDERS``.
-        peak_bytes: of active memory.
-        given_bytes: the same in the order given.
-    """
-
-    order: str
-    peak_bytes: int
-    given_bytes: int
-
-    @property
-    def saved_bytes(self) -> int:
-        """What the order saves over the one given."""
-        return self.given_bytes - self.peak_bytes
-
-    @property
-    def worth_saying(self) -> bool:
-        """Whether it is more than what is in flight makes of it."""
-        return self.saved_bytes > WORTH_SAYING * self.given_bytes
-
-
 @collector_paused()
 def best_order(
-    captures: Sequence[Capture],
-    *,
-    compiled: bool | None = None,
-    device: Device = CPU,
-    memory_limit: int | None = None,
-    rewrite: Rewrite | None = None,
-    surroundings: Surroundings = ALONE,
-) -> OrderPeak:
+    program: Program, *, memory_limit: int | None = None, surroundings: Surroundings = ALONE
+) -> OrderPeak | None:
     """The order of evaluation with the lowest peak, and what it saves over the one given.
 
     Args:
-        captures: the different calls of one update; the largest of their peaks counts.
-        compiled, device, memory_limit, rewrite, surroundings: as for ``engine.simulate``.
+        program: a step, prepared for a device. It is not changed.
+        memory_limit, surroundings: as for ``engine.simulate``.
+
+    Returns:
+        The order, its steady peak in bytes and that of the order given; None where none of ``ORDERS`` is better.
+        Only an order whose graph alone, with nothing in flight, holds ``WORTH_TRYING`` less is simulated with the
+        device's queue.
     """
-    compiled = captures[0].compiled if compiled is None else compiled
-    peaks = dict.fromkeys(["as given", *ORDERS], 0)
-    for captured in captures:
-        graph = built_for(device, captured)
-        graph = graph if rewrite is None else rewrite(graph)
-        for name in peaks:
-            ordered = graph.copy()
-            if name in ORDERS:
-                for evaluation in ordered.evaluations:
-                    evaluation.outputs = ORDERS[name](ordered, evaluation.outputs)
-            program = prepare(ordered, compiled=compiled, device=device)
-            found = step_peaks(program, STEPS, memory_limit=memory_limit, surroundings=surroundings)
-            peaks[name] = max(peaks[name], found[-1])
-    best = min(peaks, key=lambda name: peaks[name])  # the one given, where none is better
-    return OrderPeak(best, peaks[best], peaks["as given"])
+    least = (1 - WORTH_TRYING) * graph_peak(program)
+    others = {name: other for name, other in _reordered(program) if graph_peak(other) < least}
+    if not others:
+        return None
+
+    def steady_peak(ordered: Program) -> int:
+        return step_peaks(ordered, STEPS, memory_limit=memory_limit, surroundings=surroundings)[-1]
+
+    given = steady_peak(program)
+    peaks = {name: steady_peak(other) for name, other in others.items()}
+    best = min(peaks, key=lambda name: peaks[name])
+    return OrderPeak(best, peaks[best], given) if peaks[best] < given else None
+
+
+def _reordered(program: Program) -> list[tuple[str, Program]]:
+    """The program under every order that differs from its own."""
+    found = []
+    for name, order in ORDERS.items():
+        graph = program.graph.evaluated_as(
+            [
+                replace(evaluation, outputs=order(program.graph, evaluation.outputs))
+                for evaluation in program.graph.evaluations
+            ]
+        )
+        if any(
+            ours.outputs != theirs.outputs
+            for ours, theirs in zip(graph.evaluations, program.graph.evaluations, strict=True)
+        ):
+            found.append((name, Program(graph, program.device)))
+    return found

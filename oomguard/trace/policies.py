@@ -7,31 +7,29 @@ by narrowing down between an end that fits and one that does not. Whether a poli
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
 from oomguard.config import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy, Segment
 from oomguard.errors import TraceError
+from oomguard.trace.backends import simulated
 from oomguard.trace.capture import Capture
 from oomguard.trace.collector import collector_paused
-from oomguard.trace.engine import (
-    ALONE,
-    Surroundings,
-    built_for,
-    capture_built,
-    prepare,
-    step_peaks,
-    surroundings_of,
-)
+from oomguard.trace.engine import Machine, built_for, capture_built, capture_for, prepare, surroundings_of
 from oomguard.trace.graph import Graph, Node
 from oomguard.trace.lower import ATTENTION
 from oomguard.trace.memory import CPU, Device, Program
 from oomguard.trace.remat import ATTENTION_KINDS, VIEWS, apply_policy, block_calls, saved_ratio
+from oomguard.trace.steps import ALONE, Surroundings, step_peaks, within_update
 
 MARKED = frozenset(("block", "attention", ATTENTION))
 """Kinds of regions whose backward a capture must mark for all policies to be had from it."""
+
+RECOMPUTING = ("checkpoint", "custom_function")
+"""Kinds of regions that a step recomputes by itself."""
 
 FLOPS_PER_BYTE = 20.0
 """What a machine computes while it moves a byte, roughly. Used only to rank one kind of recompute with another."""
@@ -97,22 +95,25 @@ class Policies:
         device: Device = CPU,
         memory_limit: int | None = None,
         surroundings: Surroundings = ALONE,
+        calls: int = 1,
     ):
         """Args:
             captures: the different calls of one update, without recompute, with ``MARKED | device.marked`` marked.
                 The largest of their peaks counts.
             compiled, device, memory_limit, surroundings: as for ``engine.simulate``.
+            calls: how many calls an update makes.
 
         Raises:
             TraceError: the step recomputes already.
         """
         regions = [region for captured in captures for region in captured.graph.regions]
-        if any(region.kind in ("checkpoint", "custom_function") for region in regions):
+        if any(region.kind in RECOMPUTING for region in regions):
             raise TraceError("the step recomputes already; search the policies of one that does not")
         self.compiled = captures[0].compiled if compiled is None else compiled
         self.device = device
         self.memory_limit = memory_limit
         self.surroundings = surroundings
+        self.calls = calls
         with collector_paused():
             self._graphs: list[Graph] = [built_for(device, captured) for captured in captures]
             self._ratio = saved_ratio(self._graphs[0])
@@ -126,16 +127,51 @@ class Policies:
         built: Any,
         *,
         compiled: bool | None = None,
-        device: Device = CPU,
+        device: Machine = None,
         memory_limit: int | None = None,
     ) -> Policies:
-        """Those of a step made without a checkpoint policy by ``build_step`` or ``build_case``."""
+        """Those of a step made without a checkpoint policy by ``build_step`` or ``build_case``.
+
+        Args:
+            built: with ``evaluated=False`` it takes no memory.
+            compiled, device, memory_limit: as for ``engine.trace``.
+        """
+        target = simulated(device)
         return cls(
-            capture_built(built, marked=MARKED | device.marked),
+            capture_built(built, device=target, marked=MARKED),
             compiled=compiled,
-            device=device,
+            device=target,
             memory_limit=memory_limit,
             surroundings=surroundings_of(built),
+            calls=len(built.graphs()),
+        )
+
+    @classmethod
+    def of_step(
+        cls,
+        step: Callable[..., Any],
+        arguments: Sequence[Any],
+        keywords: dict[str, Any] | None = None,
+        *,
+        state: Sequence[Any] | None = None,
+        compiled: bool | None = None,
+        device: Machine = None,
+        memory_limit: int | None = None,
+    ) -> Policies:
+        """Those of any step. What it recomputes itself is taken as plain code.
+
+        Args:
+            step, arguments, keywords, state, compiled, device, memory_limit: as for ``engine.trace``.
+
+        Raises:
+            InputError, TraceError: as ``engine.trace``.
+        """
+        captured, target, surroundings = capture_for(
+            step, arguments, keywords, state=state, device=device, marked=MARKED
+        )
+        captured.graph.regions = [r for r in captured.graph.regions if r.kind not in RECOMPUTING]
+        return cls(
+            [captured], compiled=compiled, device=target, memory_limit=memory_limit, surroundings=surroundings
         )
 
     @property
@@ -158,14 +194,21 @@ class Policies:
         return self._prices[key]
 
     def table(self) -> list[Price]:
-        """The policies that have a name, each setting once: from no recompute to every block, and strides."""
+        """The policies that have a name, each setting once: from no recompute to every block, and strides.
+
+        Without strides where the step does something between its blocks.
+        """
         policies = [NO_CHECKPOINT]
         if self.attends:
             policies.append(ATTENTION_CORES)
         if self.n_blocks:
             strides: list[Literal["auto", "sqrt"] | int] = ["auto", 2, "sqrt"]
             policies += [EVERY_BLOCK, *(CheckpointPolicy(policy="stride", stride=k) for k in strides), BARE]
-        return list(dict.fromkeys(self.price(policy) for policy in policies))
+        found: dict[Price, None] = {}
+        for policy in policies:
+            with suppress(TraceError) if policy.policy == "stride" else nullcontext():
+                found[self.price(policy)] = None
+        return list(found)
 
     def cheapest(self, budget_bytes: int) -> Price:
         """The policy with the least recompute that fits; where none fits, the one that holds least.
@@ -240,7 +283,10 @@ class Policies:
         """Segments of two blocks, three, ...: the first that fits; where none does, what holds least of all."""
         rises, before = 0, self.price(EVERY_BLOCK)
         for k in range(2, self.n_blocks + 1):
-            price = self.price(CheckpointPolicy(policy="stride", stride=k))
+            try:
+                price = self.price(CheckpointPolicy(policy="stride", stride=k))
+            except TraceError:  # the step does something between its blocks
+                break
             if price.fits(budget_bytes):
                 return price
             rises = rises + 1 if price.peak_bytes > before.peak_bytes else 0
@@ -255,10 +301,11 @@ class Policies:
         peaks = [0] * STEPS
         costs = [0.0] * self.n_blocks
         forward = 0.0
-        for graph in self._graphs:
-            rewritten = apply_policy(graph, policy, block_to_boundary=self._ratio)
-            program = prepare(rewritten, compiled=self.compiled, device=self.device)
-            found = step_peaks(program, STEPS, memory_limit=self.memory_limit, surroundings=self.surroundings)
+        rewritten = [apply_policy(graph, policy, block_to_boundary=self._ratio) for graph in self._graphs]
+        programs = [prepare(graph, compiled=self.compiled, device=self.device) for graph in rewritten]
+        around = within_update(programs, self.calls, self.surroundings)
+        for program, surroundings in zip(programs, around, strict=True):
+            found = step_peaks(program, STEPS, memory_limit=self.memory_limit, surroundings=surroundings)
             peaks = [max(pair) for pair in zip(peaks, found, strict=True)]
             again, once = _costs(program, self.n_blocks)
             costs = [sum(pair) for pair in zip(costs, again, strict=True)]

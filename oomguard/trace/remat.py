@@ -213,12 +213,21 @@ class _Call:
 
 
 def _joined(graph: Graph, regions: Sequence[Region]) -> _Call:
-    """Regions that feed each other as one call: all parameters first, then what comes in from outside."""
+    """Regions that feed each other as one call: all parameters first, then what comes in from outside.
+
+    Raises:
+        TraceError: a region is not handed what the one before it made, so something of the step stands between.
+    """
     parameters: list[int] = []
     inputs: list[int] = []
     gradients: list[int] = []
     made: set[int] = set()
     for region in regions:
+        if made and made.isdisjoint(region.inputs):
+            raise TraceError(
+                f"block {region.block} is not handed what the block before it returned, so they cannot be recomputed "
+                "as one; use every or blocks=N"
+            )
         for i, gradient in zip(region.inputs, region.gradients, strict=True):
             if i in made:
                 continue

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from oomguard.trace.ledger import CATEGORIES
 
+WORTH_SAYING = 0.01  # of a peak
+
 
 @dataclass(frozen=True, slots=True)
 class Moment:
@@ -75,6 +77,31 @@ class Timeline:
     spans: list[Span] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class OrderPeak:
+    """The steady peak of a step whose ``mx.eval`` is given its arrays in another order.
+
+    Attributes:
+        order: one of ``orders.ORDERS``.
+        peak_bytes: of active memory.
+        given_bytes: the same in the order given.
+    """
+
+    order: str
+    peak_bytes: int
+    given_bytes: int
+
+    @property
+    def saved_bytes(self) -> int:
+        """What the order saves over the one given."""
+        return self.given_bytes - self.peak_bytes
+
+    @property
+    def worth_saying(self) -> bool:
+        """Whether it is more than what is in flight makes of it."""
+        return self.saved_bytes > WORTH_SAYING * self.given_bytes
+
+
 @dataclass(frozen=True)
 class TraceResult:
     """The peak of a step, simulated.
@@ -94,6 +121,7 @@ class TraceResult:
         timeline: the step that made the peak.
         primitives: how many are evaluated.
         unknown: primitives no rule is known for, with their number. They are counted from above.
+        order: an order of evaluation that holds clearly less; None where none is known.
         warnings: what could make the numbers wrong.
         backend, compiled: what was simulated.
     """
@@ -113,8 +141,14 @@ class TraceResult:
     primitives: int
     backend: str
     compiled: bool
+    order: OrderPeak | None = None
     unknown: dict[str, int] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+
+    @property
+    def most_bytes(self) -> int:
+        """The highest of the simulated steps, the first one included: what a budget must hold."""
+        return max(self.first_peak_bytes, self.high_bytes)
 
     @property
     def in_flight_bytes(self) -> int:
@@ -122,4 +156,4 @@ class TraceResult:
         return max(0, self.peak_bytes - self.graph_peak_bytes)
 
 
-__all__ = ["CATEGORIES", "Holder", "Moment", "Span", "Timeline", "TraceResult"]
+__all__ = ["CATEGORIES", "Holder", "Moment", "OrderPeak", "Span", "Timeline", "TraceResult"]

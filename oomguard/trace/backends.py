@@ -1,0 +1,65 @@
+"""The simulated device that stands for a machine: its backend, its chip, its MLX release.
+
+A step is captured where oomguard runs. Where that is the backend to be simulated the graph is the step's own;
+where it is not, a CPU's graph is captured and rewritten (``lower``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+
+import mlx.core as mx
+
+from oomguard import device as machines
+from oomguard.errors import TraceError
+from oomguard.trace import metal
+from oomguard.trace.lower import parse_version
+from oomguard.trace.memory import CPU, Device
+
+OTHER_ARCHITECTURE = "applegpu_g16s"
+"""Of a Pro or Max, where a machine's own is not known."""
+
+
+def simulated(machine: str | machines.Device | Device | None = None) -> Device:
+    """The device that is simulated for a machine.
+
+    Args:
+        machine: a name as ``--device`` takes it (``"m5-pro-48gb"``), a found ``oomguard.device.Device``, a simulated
+            one (given back as it is), or None for what MLX computes on here.
+
+    Raises:
+        InputError: no machine of that name.
+        TraceError: a CUDA GPU, whose allocator and queue are not simulated.
+    """
+    if isinstance(machine, Device):
+        return machine
+    if machine is None or isinstance(machine, str):
+        machine = machines.find_device(machine)
+    if machine.backend == "cpu":
+        return CPU
+    if machine.backend == "cuda":
+        raise TraceError(
+            "CUDA's allocator and queue are not simulated, only those of the cpu and metal backends; name another "
+            "device, such as m5-pro-48gb or cpu"
+        )
+    chip = metal.Chip.named(machine.architecture or OTHER_ARCHITECTURE)
+    release = parse_version(machine.mlx or version("mlx"))
+    return metal.device(chip, release, native=_computes_on_metal())
+
+
+@contextmanager
+def capturing(device: Device) -> Iterator[None]:
+    """What is captured inside is captured for ``device``: on a Mac, a CPU's graph is built on the CPU."""
+    before = mx.default_device()
+    if device.name == "cpu" and before != mx.Device(mx.cpu):
+        mx.set_default_device(mx.Device(mx.cpu))
+    try:
+        yield
+    finally:
+        mx.set_default_device(before)
+
+
+def _computes_on_metal() -> bool:
+    return mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu)
