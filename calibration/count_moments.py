@@ -1,6 +1,7 @@
 """Counts, with the trace engine, which tensors are alive and in flight where the peak of a GPT step can lie.
 
-    python -m oomguard.calibration.count_moments
+    python -m oomguard.calibration.count_moments            all of them, half an hour on two cores
+    python -m oomguard.calibration.count_moments --missing  those the file does not have yet
 
 The graph of the preset GPT depends on its layers, policy, optimizer and on whether it is compiled, not on its
 widths. So steps of many widths have the same primitives in the same order, and the bytes active at each are a
@@ -62,12 +63,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{optimizer: {"optimizer": optimizer} for optimizer in ("sgd", "lion", "adafactor", "muon")},
 }
 VARIANT_LAYERS = {"none": (2, 3, 4, 8), "block": (2, 4, 8)}
+CLIPPED_VARIANTS: dict[str, dict[str, Any]] = {
+    f"{optimizer} clip": {"optimizer": optimizer, "clip_norm": True}
+    for optimizer in ("sgd", "lion", "adafactor", "muon")
+}
+CLIPPED_LAYERS = {"none": (2, 4, 8), "block": (2, 4, 8)}
+OTHER_REGIONS = {"segment 2": (4, 8), "segment 4": (8,), "attention": (4,)}
 Matrix = NDArray[np.float64]
 
 
-def main() -> None:
-    found: dict[str, Any] = {}
-    tasks = list(graphs_to_count())
+def main(missing: bool) -> None:
+    found: dict[str, Any] = json.loads(OUT.read_text())["moments"] if missing else {}
+    tasks = [
+        task for task in graphs_to_count() if str(task[2]) not in found.get(task[0], {}).get(task[1], {})
+    ]
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         for (way, what, layers, _), kinds in zip(tasks, pool.imap(_count_task, tasks), strict=True):
             found.setdefault(way, {}).setdefault(what, {})[str(layers)] = kinds
@@ -85,10 +94,15 @@ def graphs_to_count() -> Iterator[tuple[str, str, int, dict[str, Any]]]:
             for region, sizes in layers.items():
                 settings = {"checkpoint": POLICIES[region], "dtype": dtype, "compiled": compiled}
                 yield from ((f"{run} {width}", region, n, settings) for n in sizes)
-        for region, sizes in VARIANT_LAYERS.items():
-            for variant, changes in VARIANTS.items():
-                settings = {"checkpoint": POLICIES[region], "compiled": compiled} | changes
-                yield from ((f"{run} full", f"{region}, {variant}", n, settings) for n in sizes)
+        for regions, variants in (
+            (VARIANT_LAYERS, VARIANTS),
+            (CLIPPED_LAYERS, CLIPPED_VARIANTS),
+            (OTHER_REGIONS, VARIANTS),
+        ):
+            for region, sizes in regions.items():
+                for variant, changes in variants.items():
+                    settings = {"checkpoint": POLICIES[region], "compiled": compiled} | changes
+                    yield from ((f"{run} full", f"{region}, {variant}", n, settings) for n in sizes)
 
 
 def _count_task(task: tuple[str, str, int, dict[str, Any]]) -> dict[str, list[Any]]:
@@ -248,4 +262,4 @@ def named(names: list[str], counts: Matrix) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    main("--missing" in sys.argv[1:])

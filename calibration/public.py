@@ -1,6 +1,6 @@
 """Published peaks of LoRA runs on Macs beside the peaks the trace predicts for them. Nothing is fitted to them.
 
-    python -m oomguard.calibration.public [ID ...]
+    python -m oomguard.calibration.public [FILE.jsonl] [ID ...]
 
 A row of ``public_peaks.jsonl`` names a model, a quantization, the LoRA layers and the batch; the step is built
 from the model's shape alone (``data/architectures.json``), with mlx-lm's model, LoRA layers, loss and compiled
@@ -26,6 +26,7 @@ import mlx.optimizers as optim
 
 from oomguard.config import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy
 from oomguard.errors import InputError
+from oomguard.settings import near_names
 from oomguard.trace.capture import capture
 from oomguard.trace.engine import simulate
 from oomguard.trace.lower import LOWERED, Version, parse_version
@@ -36,26 +37,59 @@ from oomguard.trace.result import TraceResult
 ROWS = Path(__file__).parent / "public_peaks.jsonl"
 ARCHITECTURES = Path(__file__).parent.parent / "data" / "architectures.json"
 
-STATED_EXACTLY = ("P12", "P13", "P14", "S1k", "S4k")
-"""Rows whose sequence length is stated: the only ones a peak can be predicted for without guessing."""
-
 CHIP_SIZES = {"Pro": "s", "Max": "s", "Ultra": "d", "": "g"}
 GENERATIONS = {"M1": 13, "M2": 14, "M3": 15, "M4": 16, "M5": 17}
 DEFAULT_RANK = 8
 DEFAULT_MLX: Version = (0, 31, 2)
 ENTROPY_SHIFTED: Version = (0, 32, 1)
+
+RELEASES: dict[str, Version] = {
+    "2024-11": (0, 21, 0),
+    "2025-01": (0, 22, 0),
+    "2025-03": (0, 23, 2),
+    "2025-04": (0, 24, 2),
+    "2025-05": (0, 25, 1),
+    "2025-06": (0, 26, 0),
+    "2025-07": (0, 26, 2),
+    "2025-08": (0, 27, 1),
+    "2025-09": (0, 29, 0),
+    "2025-10": (0, 29, 2),
+    "2025-11": (0, 29, 4),
+    "2025-12": (0, 30, 0),
+    "2026-01": (0, 30, 3),
+    "2026-02": (0, 30, 5),
+    "2026-03": (0, 31, 1),
+    "2026-04": (0, 31, 2),
+    "2026-05": (0, 32, 0),
+    "2026-08": (0, 32, 1),
+    "2026-09": (0, 32, 2),
+}
+"""What was installed from the beginning of a month on, from the dates on which MLX's version was raised."""
+
+ALL_LINEAR_SINCE = "2025-09-30"
+"""Since then mlx-lm adapts every linear layer where no keys are given; before, queries and values."""
 QUERY_VALUE = ("self_attn.q_proj", "self_attn.v_proj")
 
 
 @dataclass(frozen=True)
 class PublicRow:
-    """One published run, with every blank filled in."""
+    """One published run, with every blank filled in.
+
+    Attributes:
+        bits, group_size: of the quantized weights; bits is None where they are not quantized.
+        layers: how many of the last blocks are trained; -1 for all.
+        method: ``lora``, ``dora`` or ``full``.
+        keys: of the adapted linear layers; None for every one.
+        tokens: of a sequence, as the model sees it.
+        recompute: every block is recomputed.
+    """
 
     id: str
     architecture: str
     bits: int | None
     group_size: int
     layers: int
+    method: str
     rank: int
     keys: tuple[str, ...] | None
     batch: int
@@ -79,32 +113,56 @@ def read_public_rows(path: Path = ROWS) -> list[dict[str, Any]]:
 def understood(row: dict[str, Any]) -> PublicRow | None:
     """A row with mlx-lm's defaults where it is silent; None where the sequence length is not stated exactly.
 
-    A batch is padded to its longest sequence and cut at ``max_seq``; the model sees one token less, because
-    inputs and targets are the sequence without its last and without its first token.
+    Raises:
+        InputError: something else it says cannot be read.
     """
-    tokens = row.get("actual_T")
-    if row["id"] not in STATED_EXACTLY:
+    tokens = _stated_tokens(row)
+    if tokens is None:
         return None
-    tokens = int(tokens) if isinstance(tokens, int) else int(row["max_seq"]) - 1
     quantization = str(row.get("quant", row["model"]))
     bits = re.search(r"(\d)-?bit", quantization)
+    group = re.search(r"\bg(?:roup )?(\d+)\b", quantization)
+    version = str(row.get("version", ""))
     peak = row.get("peak_bytes") or row["peak_gb"] * 10**9
     return PublicRow(
         id=row["id"],
         architecture=row["arch"],
         bits=int(bits[1]) if bits else None,
-        group_size=64,
-        layers=_first_number(row["layers"]),
+        group_size=int(group[1]) if group else 64,
+        layers=-1 if str(row["layers"]) in ("-1", "all") else _first_number(row["layers"]),
+        method=_method(str(row.get("ft", "lora"))),
         rank=row.get("rank", DEFAULT_RANK),
-        keys=_keys(str(row.get("keys", ""))),
+        keys=_keys(str(row.get("keys", "")), version),
         batch=_first_number(row["batch"]),
         tokens=tokens,
         recompute=bool(row["ckpt"]),
         optimizer=str(row.get("optimizer", "adam")),
         chip=_chip(str(row.get("machine", ""))),
-        mlx=_version(str(row.get("version", ""))),
+        mlx=_version(version),
         peak_bytes=int(peak),
     )
+
+
+def _stated_tokens(row: dict[str, Any]) -> int | None:
+    """The tokens the model sees of a sequence, where the report says so.
+
+    It gives them, or the length that its batches are cut at and reach. A batch is padded to its longest sequence;
+    the model sees one token less, because inputs and targets are the sequence without its last and without its
+    first token.
+    """
+    actual, most = row.get("actual_T"), row.get("max_seq")
+    if isinstance(actual, int):
+        return actual
+    if most is None or not re.match(r"$|<=|truncated at", str(actual or "")):
+        return None
+    return int(most) - 1
+
+
+def _method(text: str) -> str:
+    found = re.match(r"lora|dora|full", text.lower())
+    if found is None:
+        raise InputError(f"{text!r} is not a way to fine-tune; write lora, dora or full")
+    return found[0]
 
 
 def _first_number(value: Any) -> int:
@@ -114,10 +172,20 @@ def _first_number(value: Any) -> int:
     return int(found[0])
 
 
-def _keys(text: str) -> tuple[str, ...] | None:
-    """LoRA keys: all linear layers (None), or those named by letter."""
+def _keys(text: str, version: str) -> tuple[str, ...] | None:
+    """LoRA keys: those named by letter, or the default of the report's date, where None is every linear layer."""
     letters = re.match(r"^([qkvo](?:,[qkvo])*)\b", text)
-    return tuple(f"self_attn.{letter}_proj" for letter in letters[1].split(",")) if letters else None
+    if letters:
+        return tuple(f"self_attn.{letter}_proj" for letter in letters[1].split(","))
+    date = _date(version)
+    before = not text and date is not None and date < ALL_LINEAR_SINCE
+    return QUERY_VALUE if before else None
+
+
+def _date(version: str) -> str | None:
+    """The date in a report's words on its release: ``2025-06``, ``2026-04-01``."""
+    found = re.search(r"\b20\d\d-\d\d(?:-\d\d)?\b", version)
+    return found[0] if found else None
 
 
 def _chip(machine: str) -> Chip:
@@ -128,9 +196,23 @@ def _chip(machine: str) -> Chip:
 
 
 def _version(text: str) -> Version:
-    """The MLX release a report names. A date alone is read as the release of early 2026."""
+    """The MLX release a report names, or that of its date; without either, that of early 2026."""
     found = re.search(r"mlx (\d+\.\d+\.\d+)", text)
-    return parse_version(found[1]) if found else DEFAULT_MLX
+    if found:
+        return parse_version(found[1])
+    date = _date(text)
+    known = [release for month, release in RELEASES.items() if date is not None and month <= date]
+    return known[-1] if known else DEFAULT_MLX
+
+
+OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
+    "adam": optim.Adam,
+    "adamw": optim.AdamW,
+    "sgd": optim.SGD,
+    "adafactor": optim.Adafactor,
+    "lion": optim.Lion,
+    "muon": optim.Muon,
+}
 
 
 # -- the step ----------------------------------------------------------------------------------------------
@@ -159,9 +241,9 @@ def build_lora_step(row: PublicRow) -> LoraStep:
         InputError: the architecture is not in the table, or mlx-lm is not installed.
     """
     model = build_model(row)
-    optimizer = {"adam": optim.Adam, "adamw": optim.AdamW, "sgd": optim.SGD}[row.optimizer](
-        learning_rate=1e-5
-    )
+    if row.optimizer not in OPTIMIZERS:
+        raise InputError(f"unknown optimizer {row.optimizer!r}; {near_names(row.optimizer, OPTIMIZERS)}")
+    optimizer = OPTIMIZERS[row.optimizer](learning_rate=1e-5)
     optimizer.init(model.trainable_parameters())
     loss_and_gradients = nn.value_and_grad(model, partial(_loss, release=row.mlx))
     state = [model.state, optimizer.state, mx.random.state]
@@ -178,7 +260,7 @@ def build_lora_step(row: PublicRow) -> LoraStep:
 
 
 def build_model(row: PublicRow) -> nn.Module:
-    """The model with its LoRA layers, in bfloat16, quantized where the row is; nothing of it evaluated."""
+    """The model with what is trained in it, in bfloat16, quantized where the row is; nothing of it evaluated."""
     shape = _shape(row.architecture)
     try:
         module = importlib.import_module(f"mlx_lm.models.{shape['model_type']}")
@@ -192,10 +274,15 @@ def build_model(row: PublicRow) -> nn.Module:
     if row.bits is not None:
         nn.quantize(model, group_size=row.group_size, bits=row.bits)
     model.freeze()
-    config: dict[str, Any] = {"rank": row.rank, "scale": 20.0, "dropout": 0.0}
-    if row.keys is not None:
-        config["keys"] = set(row.keys)
-    tuner.linear_to_lora_layers(model, row.layers, config)
+    layers = len(model.layers) if row.layers < 0 else row.layers
+    if row.method == "full":
+        for layer in model.layers[-layers:]:
+            layer.unfreeze()
+    else:
+        config: dict[str, Any] = {"rank": row.rank, "scale": 20.0, "dropout": 0.0}
+        if row.keys is not None:
+            config["keys"] = set(row.keys)
+        tuner.linear_to_lora_layers(model, layers, config, use_dora=row.method == "dora")
     model.train()
     return model
 
@@ -205,8 +292,11 @@ def _shape(architecture: str) -> dict[str, Any]:
     if architecture not in known:
         raise InputError(f"no shape is known for {architecture!r}; known are {', '.join(sorted(known))}")
     shape: dict[str, Any] = known[architecture]
+    extra = shape.get("extra", {})
     defaults = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960}
-    return {**defaults, **shape}
+    if "pattern" in extra:
+        defaults["sliding_window_pattern"] = extra["pattern"]
+    return {**defaults, **extra, **shape}
 
 
 def _loss(
@@ -256,11 +346,13 @@ def predict(row: PublicRow, *, steady_steps: int = 1) -> TraceResult:
 
 
 def main(arguments: list[str]) -> None:
-    """Prints predicted beside reported, for the rows named or for all that can be predicted."""
+    """Prints predicted beside reported, for the rows named or for all whose sequence length is stated."""
+    files = [Path(argument) for argument in arguments if argument.endswith(".jsonl")]
+    ids = [argument for argument in arguments if not argument.endswith(".jsonl")]
     errors = []
-    for published in read_public_rows():
-        row = understood(published)
-        if row is None or (arguments and row.id not in arguments):
+    for published in read_public_rows(*files[:1]):
+        row = understood(published) if not ids or published["id"] in ids else None
+        if row is None:
             continue
         result = predict(row)
         errors.append(result.peak_bytes / row.peak_bytes - 1)

@@ -498,12 +498,13 @@ class Inventory:
 
     def _counted(self, region: str) -> Counted:
         """The counts for a region, with segments as long and an update that orders alike, if those were counted."""
-        regions, least = [region], 1
+        alike, least = [region], 1
         if region.startswith("segment"):
             size = int(region.split()[1])
-            regions += [f"segment {k}" for k in (4, 3, 2) if k < size]
+            alike += [f"segment {k}" for k in (4, 3, 2) if k < size]
             least = 2 * size
-        regions.insert(0, f"{region}, {self._variant}")
+        # How the update orders matters more than how long a segment is.
+        regions = [f"{like}, {variant}" for variant in self._variants for like in alike] + alike
         compiled = (
             self.step.compiled and not self._waiting
         )  # micro-batches in one graph undo compiling's order
@@ -513,13 +514,14 @@ class Inventory:
 
     def _end_vectors(self) -> list[Vector]:
         run = "compiled" if self.step.compiled else "eager"
-        regions = (f"none, {self._variant}", "none")
+        regions = (*(f"none, {variant}" for variant in self._variants), "none")
         return counted(f"{run} full", regions, self.model.n_layers).kinds["end"]
 
     @property
-    def _variant(self) -> str:
-        """What of the update changes the order of evaluation."""
-        return "clip" if self.step.clip_norm else self.step.optimizer
+    def _variants(self) -> list[str]:
+        """What of the update changes the order of evaluation, in falling preference."""
+        optimizer = self.step.optimizer
+        return [f"{optimizer} clip", "clip"] if self.step.clip_norm else [optimizer]
 
     # -- single tensors and traffic --------------------------------------------------------------------
 

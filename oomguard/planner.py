@@ -494,7 +494,7 @@ def _warnings(found: Plan, said: list[str]) -> tuple[str, ...]:
     if device.mlx is not None and calibration.mlx and calibration.mlx != device.mlx:
         warnings.append(
             f"the coefficients were fitted on MLX {calibration.mlx}, here is {device.mlx}; "
-            "oomguard calibrate fits them to this machine"
+            "oomguard calibrate fits them to this machine, --engine auto simulates the step"
         )
     asked = found.request.memory_bytes
     if asked is not None and found.budget.candidates[found.budget.bound_by] < asked:

@@ -202,6 +202,18 @@ def test_compiled_step_brings_its_state_along() -> None:
     assert len(captured.graph.function_outputs) == 1 + len(list(leaves(state)))
 
 
+def test_step_compiled_for_another_batch_is_traced_for_the_one_given() -> None:
+    model, optimizer = Net(), optim.SGD(0.1)
+    optimizer.init(model.trainable_parameters())
+    state = [model.state, optimizer.state]
+    compiled = mx.compile(training(model, optimizer), inputs=state, outputs=state)
+    mx.eval(compiled(mx.zeros((7, 3), mx.int32)), state)
+    found = exact(compiled, tokens())
+    fresh = exact(mx.compile(training(model, optimizer), inputs=state, outputs=state), tokens())
+    assert [a.shape for a in found.graph.arrays] == [a.shape for a in fresh.graph.arrays]
+    assert (2, 5) in {a.shape for a in found.graph.arrays if a.kind == "batch"}
+
+
 def test_state_is_found_in_the_closure_where_none_is_given() -> None:
     model, optimizer = Net(), optim.SGD(0.1)
     step = training(model, optimizer)

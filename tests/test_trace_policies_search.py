@@ -59,11 +59,13 @@ def test_price_of_a_step_in_several_calls_is_that_of_its_largest() -> None:
     assert result.low_bytes <= price.peak_bytes <= result.high_bytes
 
 
+@pytest.mark.parametrize("limit", [None, 0])
 @pytest.mark.parametrize("device", [CPU, METAL], ids=["cpu", "metal"])
 @pytest.mark.parametrize("compiled", [True, False])
-def test_cheapest_is_what_trying_all_policies_finds(device: Device, compiled: bool) -> None:
-    # The memory limit at 0: on Metal all of a step this small is in flight, whatever the policy.
-    search = {"compiled": compiled, "device": device, "memory_limit": 0}
+def test_cheapest_is_what_trying_all_policies_finds(
+    device: Device, compiled: bool, limit: int | None
+) -> None:
+    search = {"compiled": compiled, "device": device, "memory_limit": limit}
     tried = Policies.of_built(built(), **search)
     families = [tried.price(p) for p in (NO_CHECKPOINT, *tried.attention_family, *tried.block_family)]
     strides = [tried.price(stride(k)) for k in range(2, N_LAYERS + 1)]

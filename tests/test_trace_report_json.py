@@ -19,7 +19,8 @@ FIELDS = {
     "schema", "title", "settings", "mlx", "memory_limit_bytes", "budget_bytes", "fits", "checkpoint",
     "backend", "compiled", "peak_bytes", "low_bytes", "high_bytes", "first_peak_bytes",
     "sequenced_peak_bytes", "graph_peak_bytes", "in_flight_bytes", "state_bytes", "largest_buffer_bytes",
-    "moment", "breakdown", "holders", "primitives", "unknown", "warnings", "compared",
+    "moment", "breakdown", "holders", "primitives", "unknown", "warnings", "compared", "machine",
+    "policies", "cheapest", "better_order",
 }  # fmt: skip
 
 
@@ -64,6 +65,7 @@ def test_json_compares_with_the_same_fields() -> None:
     assert found["compared"]["peak_bytes"] == 30 * MIB
     assert set(found["compared"]) == FIELDS - {
         "schema", "title", "settings", "mlx", "memory_limit_bytes", "budget_bytes", "fits", "compared",
+        "machine", "policies", "cheapest",
     }  # fmt: skip
 
 

@@ -159,7 +159,7 @@ def simulate(
         surroundings: what else the process evaluates.
     """
     program = _program_of(captured, compiled, device, rewrite)
-    return _simulated(program, captured.warnings, compiled, memory_limit, steady_steps, surroundings)
+    return _simulated([program], [surroundings], captured.warnings, compiled, memory_limit, steady_steps)
 
 
 def _program_of(captured: Capture, compiled: bool, device: Device, rewrite: Rewrite | None) -> Program:
@@ -168,47 +168,55 @@ def _program_of(captured: Capture, compiled: bool, device: Device, rewrite: Rewr
 
 
 def _simulated(
-    program: Program,
-    warnings: list[str],
+    programs: Sequence[Program],
+    around: Sequence[Surroundings],
+    warnings: Sequence[str],
     compiled: bool,
     memory_limit: int | None,
     steady_steps: int,
-    surroundings: Surroundings,
 ) -> TraceResult:
-    graph, device = program.graph, program.device
-    steps = Steps(program, memory_limit, None, surroundings)
-    runs = [steps.step() for _ in range(1 + steady_steps)]
-    steady = runs[1:] or runs
+    """The result of an update that makes these calls: its peak is that of the highest of them."""
+    calls = [
+        Steps(program, memory_limit, None, surroundings)
+        for program, surroundings in zip(programs, around, strict=True)
+    ]
+    updates = [[call.step() for call in calls] for _ in range(1 + steady_steps)]
+    highest = [max(runs, key=lambda run: run.peak_bytes) for runs in updates]
+    steady = highest[1:] or highest
     peaks = [run.peak_bytes for run in steady]
     peak = median_low(peaks)
-    chosen = next(k for k, run in enumerate(runs) if run.peak_bytes == peak and (k or not steady_steps))
-    recorder = steps.record(chosen, runs[chosen].peak_index)
-    largest_buffer = steps.largest_buffer
-    steps.memory.limit = 0
-    sequenced = median_low([steps.step().peak_bytes for _ in steady])
-    order = best_order(program, memory_limit=memory_limit, surroundings=surroundings)
+    number = next(k for k, run in enumerate(highest) if run.peak_bytes == peak and (k or not steady_steps))
+    run = highest[number]
+    which = updates[number].index(run)
+    program = programs[which]
+    graph = program.graph
+    recorder = calls[which].record(number, run.peak_index)
+    largest_buffer = max(call.largest_buffer for call in calls)
+    for call in calls:
+        call.memory.limit = 0
+    sequenced = median_low([max(call.step().peak_bytes for call in calls) for _ in steady])
+    order = best_order(program, memory_limit=memory_limit, surroundings=around[which])
     moments = [_moment(program, index) for index in range(len(program.evaluations[0]))]
-    at = runs[chosen].peak_index
     holders = _holders(graph, recorder)
     return TraceResult(
         peak_bytes=peak,
         low_bytes=min(peaks),
         high_bytes=max(peaks),
-        first_peak_bytes=runs[0].peak_bytes,
+        first_peak_bytes=highest[0].peak_bytes,
         sequenced_peak_bytes=sequenced,
-        graph_peak_bytes=graph_peak(program),
-        state_bytes=runs[chosen].before_bytes,
+        graph_peak_bytes=max(map(graph_peak, programs)),
+        state_bytes=run.before_bytes,
         largest_buffer_bytes=largest_buffer,
-        moment=moments[at] if at >= 0 else Moment(-1, "", "", -1, ""),
+        moment=moments[run.peak_index] if run.peak_index >= 0 else Moment(-1, "", "", -1, ""),
         holders=holders,
         breakdown=_breakdown(holders),
-        timeline=Timeline(runs[chosen].high, recorder.totals, moments, _spans(graph, recorder)),
+        timeline=Timeline(run.high, recorder.totals, moments, _spans(graph, recorder)),
         primitives=len(moments),
-        backend=device.name,
+        backend=program.device.name,
         compiled=compiled,
         order=order if order is not None and order.worth_saying else None,
         unknown=program.unknown,
-        warnings=warnings + _unknown_warnings(program),
+        warnings=[*dict.fromkeys(warnings), *_unknown_warnings(program)],
     )
 
 
@@ -310,7 +318,8 @@ def trace_built(
 ) -> TraceResult:
     """The peak of a step made by ``oomguard.model.step.build_step`` or ``calibration.cases.build_case``.
 
-    Each call that one update makes is traced as its ``run`` makes it; the call with the largest peak is the answer.
+    Each call that one update makes is traced as its ``run`` makes it. The peak of an update is that of its highest
+    call, and the result describes that one.
 
     Args:
         built: built with ``evaluated=False`` it takes no memory.
@@ -322,11 +331,8 @@ def trace_built(
     compiled = captures[0].compiled if compiled is None else compiled
     programs = [_program_of(captured, compiled, target, rewrite) for captured in captures]
     around = within_update(programs, len(built.graphs()), surroundings_of(built))
-    results = [
-        _simulated(program, captured.warnings, compiled, memory_limit, steady_steps, surroundings)
-        for program, captured, surroundings in zip(programs, captures, around, strict=True)
-    ]
-    return max(results, key=lambda result: result.peak_bytes)
+    warnings = [warning for captured in captures for warning in captured.warnings]
+    return _simulated(programs, around, warnings, compiled, memory_limit, steady_steps)
 
 
 def surroundings_of(built: Any) -> Surroundings:

@@ -41,6 +41,8 @@ BARE = CheckpointPolicy(policy="custom_function")
 UNEVEN = 0.005
 LOOK_BELOW = 3
 
+FEW_PRIMITIVES = 60_000  # some six seconds
+
 RISES_IN_A_ROW = 3  # strides, each holding more than the one before, after which longer ones are not tried
 STEPS = 2  # the first of a process, and one that finds what the first left
 
@@ -213,8 +215,9 @@ class Policies:
     def cheapest(self, budget_bytes: int) -> Price:
         """The policy with the least recompute that fits; where none fits, the one that holds least.
 
-        Exact over ``blocks=n``, ``attention,blocks=n``, and, where every block alone is not enough, strides.
-        ``custom_function`` is never chosen.
+        Exact over ``blocks=n``, ``attention,blocks=n``, and, where every block alone is not enough, strides; but
+        on a GPU, where the model is large and the window a great part of its peak, a policy may be found that
+        recomputes a few blocks more than the least. ``custom_function`` is never chosen.
         """
         plain = self.price(NO_CHECKPOINT)
         if plain.fits(budget_bytes) or not self.n_blocks:
@@ -243,6 +246,8 @@ class Policies:
         if family and best is not None:
             costs = accumulate(self.price(family[-1]).costs)
             family = family[: sum(cost < best.cost for cost in costs)]
+        if family and self._tries_all(len(family)):
+            return next((price for price in map(self.price, family) if price.fits(budget_bytes)), None)
         if not family or not self.price(family[-1]).fits(int(budget_bytes * (1 + UNEVEN))):
             return None
         first = self._first_fitting(family, budget_bytes)
@@ -254,6 +259,15 @@ class Policies:
             elif not price.fits(int(budget_bytes * (1 + UNEVEN))):
                 break
         return found
+
+    def _tries_all(self, count: int) -> bool:
+        """Whether so many policies are simulated one by one, from the least recompute on.
+
+        On a GPU the window can be half of a small model's peak, and then a peak can rise when more is recomputed.
+        Small models are quick to simulate.
+        """
+        primitives = sum(len(graph.nodes) for graph in self._graphs)
+        return self.device.name != "cpu" and count * primitives <= FEW_PRIMITIVES
 
     def _first_fitting(self, family: list[CheckpointPolicy], budget_bytes: int) -> int:
         """Index of the first policy that fits, past the end where the last one does not, taking peaks to fall.
