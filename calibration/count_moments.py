@@ -69,6 +69,8 @@ CLIPPED_VARIANTS: dict[str, dict[str, Any]] = {
 }
 CLIPPED_LAYERS = {"none": (2, 4, 8), "block": (2, 4, 8)}
 OTHER_REGIONS = {"segment 2": (4, 8), "segment 4": (8,), "attention": (4,)}
+HALF_VARIANT_LAYERS = {"none": (4,), "block": (4, 8)}
+BARE_LAYERS = {"custom_function": (4,)}
 Matrix = NDArray[np.float64]
 
 
@@ -94,15 +96,21 @@ def graphs_to_count() -> Iterator[tuple[str, str, int, dict[str, Any]]]:
             for region, sizes in layers.items():
                 settings = {"checkpoint": POLICIES[region], "dtype": dtype, "compiled": compiled}
                 yield from ((f"{run} {width}", region, n, settings) for n in sizes)
-        for regions, variants in (
-            (VARIANT_LAYERS, VARIANTS),
-            (CLIPPED_LAYERS, CLIPPED_VARIANTS),
-            (OTHER_REGIONS, VARIANTS),
+        for width, dtype, regions, variants in (
+            ("full", "float32", VARIANT_LAYERS, VARIANTS),
+            ("full", "float32", CLIPPED_LAYERS, CLIPPED_VARIANTS),
+            ("full", "float32", OTHER_REGIONS, VARIANTS),
+            ("full", "float32", BARE_LAYERS, {"clip": VARIANTS["clip"]}),
+            ("half", "bfloat16", HALF_VARIANT_LAYERS, VARIANTS),
         ):
             for region, sizes in regions.items():
                 for variant, changes in variants.items():
-                    settings = {"checkpoint": POLICIES[region], "compiled": compiled} | changes
-                    yield from ((f"{run} full", f"{region}, {variant}", n, settings) for n in sizes)
+                    settings = {
+                        "checkpoint": POLICIES[region],
+                        "dtype": dtype,
+                        "compiled": compiled,
+                    } | changes
+                    yield from ((f"{run} {width}", f"{region}, {variant}", n, settings) for n in sizes)
 
 
 def _count_task(task: tuple[str, str, int, dict[str, Any]]) -> dict[str, list[Any]]:

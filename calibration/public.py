@@ -263,7 +263,9 @@ def build_model(row: PublicRow) -> nn.Module:
     """The model with what is trained in it, in bfloat16, quantized where the row is; nothing of it evaluated."""
     shape = _shape(row.architecture)
     try:
-        module = importlib.import_module(f"mlx_lm.models.{shape['model_type']}")
+        renamed = importlib.import_module("mlx_lm.utils").MODEL_REMAPPING
+        name = renamed.get(shape["model_type"], shape["model_type"])
+        module = importlib.import_module(f"mlx_lm.models.{name}")
         tuner = importlib.import_module("mlx_lm.tuner.utils")
     except ModuleNotFoundError as error:
         raise InputError(

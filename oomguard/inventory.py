@@ -503,8 +503,9 @@ class Inventory:
             size = int(region.split()[1])
             alike += [f"segment {k}" for k in (4, 3, 2) if k < size]
             least = 2 * size
-        # How the update orders matters more than how long a segment is.
-        regions = [f"{like}, {variant}" for variant in self._variants for like in alike] + alike
+        # How the update orders matters more than how long a segment is. Micro-batches in one graph mix the orders.
+        variants = self._variants if not self._waiting or region in ("none", "block") else []
+        regions = [f"{like}, {variant}" for variant in variants for like in alike] + alike
         compiled = (
             self.step.compiled and not self._waiting
         )  # micro-batches in one graph undo compiling's order

@@ -71,6 +71,16 @@ def test_requests_above_a_page_take_whole_pages() -> None:
     assert [round_to_pages(n) for n in (0, 1, 16384, 16385, 32768)] == [0, 1, 16384, 32768, 32768]
 
 
+@pytest.mark.parametrize("reduce_type", range(5))
+def test_scan_looks_along_its_axis_whatever_it_sums(reduce_type: int) -> None:
+    """Not dense along axis 0 (a broadcast row): a copy, which is scanned; along axis 1 it is scanned as it lies."""
+    rows = Layout((4, 8), (0, 1), True, False, False, 8)
+    outs = ((4, 8),)
+    down = run("Scan", operands(rows, outs=outs, arguments=(reduce_type, 0, False, True)))
+    along = run("Scan", operands(row_major((4, 8)), outs=outs, arguments=(reduce_type, 1, False, True)))
+    assert (down.kernels, along.kernels) == (2, 1)
+
+
 # -- the queue ---------------------------------------------------------------------------------------------
 
 

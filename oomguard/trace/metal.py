@@ -486,7 +486,7 @@ def _quantized_split(rows: int, columns: int, inner: int, group: int) -> int:
 def scan(op: Operands) -> Effect:
     """In place or like the input; one that is not dense along the axis is copied, and the copy scanned."""
     x = op.inputs[0]
-    axis = next((a for a in op.arguments if isinstance(a, int) and not isinstance(a, bool)), -1)
+    axis = op.arguments[1]
     if x.contiguous and x.strides[axis] != 0:
         if op.donatable[0] and op.items[0] == op.out_items[0]:
             return Effect((Out(0, 0, x),), 1)

@@ -216,7 +216,8 @@ def _joined(graph: Graph, regions: Sequence[Region]) -> _Call:
     """Regions that feed each other as one call: all parameters first, then what comes in from outside.
 
     Raises:
-        TraceError: a region is not handed what the one before it made, so something of the step stands between.
+        TraceError: a region is not handed what the one before it made, so something of the step stands between; or
+            one of several gives more than one array.
     """
     parameters: list[int] = []
     inputs: list[int] = []
@@ -228,6 +229,11 @@ def _joined(graph: Graph, regions: Sequence[Region]) -> _Call:
                 f"block {region.block} is not handed what the block before it returned, so they cannot be recomputed "
                 "as one; use every or blocks=N"
             )
+        if len(regions) > 1 and len(region.outputs) > 1:
+            raise TraceError(
+                f"block {region.block} returns {len(region.outputs)} arrays, and a segment of several blocks hands on "
+                "only one; use every or blocks=N"
+            )
         for i, gradient in zip(region.inputs, region.gradients, strict=True):
             if i in made:
                 continue
@@ -237,8 +243,11 @@ def _joined(graph: Graph, regions: Sequence[Region]) -> _Call:
                 gradients.append(gradient)
         made.update(region.outputs)
     last = regions[-1]
-    cotangents = [i for i in last.cotangents if i is not None]
-    return _Call(list(dict.fromkeys(parameters + inputs)), last.outputs[:], cotangents, gradients, last.block)
+    arguments = list(dict.fromkeys(parameters + inputs))
+    # What a block hands on as it was given (keys and values of another block) is not its own.
+    own = [k for k, i in enumerate(last.outputs) if i not in arguments]
+    cotangents = [i for k, i in enumerate(last.cotangents) if k in own and i is not None]
+    return _Call(arguments, [last.outputs[k] for k in own], cotangents, gradients, last.block)
 
 
 def _by_depth(graph: Graph, positions: Sequence[int]) -> list[list[int]]:
