@@ -13,7 +13,7 @@ compiled graph is scheduled anew for each.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from oomguard.trace.collector import collector_paused
@@ -68,32 +68,22 @@ def best_order(
         device's queue.
     """
     least = (1 - WORTH_TRYING) * graph_peak(program)
-    others = {name: other for name, other in _reordered(program) if graph_peak(other) < least}
-    if not others:
-        return None
 
     def steady_peak(ordered: Program) -> int:
         return step_peaks(ordered, STEPS, memory_limit=memory_limit, surroundings=surroundings)[-1]
 
+    peaks = {name: steady_peak(other) for name, other in _reordered(program) if graph_peak(other) < least}
+    if not peaks:
+        return None
     given = steady_peak(program)
-    peaks = {name: steady_peak(other) for name, other in others.items()}
     best = min(peaks, key=lambda name: peaks[name])
     return OrderPeak(best, peaks[best], given) if peaks[best] < given else None
 
 
-def _reordered(program: Program) -> list[tuple[str, Program]]:
-    """The program under every order that differs from its own."""
-    found = []
+def _reordered(program: Program) -> Iterator[tuple[str, Program]]:
+    """The program under every order that differs from its own, one at a time: each is as large as the step."""
     for name, order in ORDERS.items():
-        graph = program.graph.evaluated_as(
-            [
-                replace(evaluation, outputs=order(program.graph, evaluation.outputs))
-                for evaluation in program.graph.evaluations
-            ]
-        )
-        if any(
-            ours.outputs != theirs.outputs
-            for ours, theirs in zip(graph.evaluations, program.graph.evaluations, strict=True)
-        ):
-            found.append((name, Program(graph, program.device)))
-    return found
+        given = program.graph.evaluations
+        evaluations = [replace(e, outputs=order(program.graph, e.outputs)) for e in given]
+        if any(ours.outputs != theirs.outputs for ours, theirs in zip(evaluations, given, strict=True)):
+            yield name, Program(program.graph.evaluated_as(evaluations), program.device)
