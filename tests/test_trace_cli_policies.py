@@ -172,6 +172,12 @@ def test_another_machine_is_simulated_for_any_step(
     assert found["fits"] is True
 
 
+def test_report_of_a_budget_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    for options in (["--budget", "auto"], ["--budget", "1MiB"], ["--device", "m5-pro-48gb", "--policies"]):
+        _, out, _ = run(capsys, *TINY, *options)
+        assert max(map(len, out.splitlines())) <= 80, options
+
+
 def test_budget_auto_is_what_the_machine_has(capsys: pytest.CaptureFixture[str]) -> None:
     from oomguard.budget import find_budget
 

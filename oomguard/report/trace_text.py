@@ -77,10 +77,12 @@ def _answer(report: TraceReport, ink: Ink) -> str:
     said = f"Peak {format_bytes(result.peak_bytes)}"
     if report.fits is None:
         return ink.strong(said)
-    shown = ink.good(said) if report.fits else ink.bad(said)
+    highest = ""
     if format_bytes(result.most_bytes) != format_bytes(result.peak_bytes):
-        shown += f", {format_bytes(result.most_bytes)} in the highest step"
-    lines = [f"{shown}, {say_fit(report, result.most_bytes)}"]
+        highest = f", {format_bytes(result.most_bytes)} in the highest step"
+    answer = _filled(f"{said}{highest}, {say_fit(report, result.most_bytes)}")
+    shown = ink.good(said) if report.fits else ink.bad(said)
+    lines = [answer.replace(said, shown, 1)]
     if report.bound_by:
         lines.append(_filled(f"bound by: {report.bound_by}", "  "))
     return "\n".join(lines)
