@@ -150,11 +150,11 @@ def trace_row(row: Row) -> tuple[int, int, bool, str]:
     from oomguard.trace.engine import STEADY_STEPS, trace_built
 
     built: Any
-    if row.model is not None and row.step is not None:
-        built = build_step(row.model, row.step, evaluated=False)
-    else:
-        built = build_case(row.case or "", evaluated=False)
     try:
+        if row.model is not None and row.step is not None:
+            built = build_step(row.model, row.step, evaluated=False)
+        else:
+            built = build_case(row.case or "", evaluated=False)
         # As many steps as were measured: where tasks end, and with it the peak, differs from one to the next.
         found = trace_built(built, device="cpu", steady_steps=row.steps or STEADY_STEPS)
     except OomguardError as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from oomguard.calibration.trace_check import BOUNDS
+from oomguard.calibration.trace_check import BOUNDS, trace_row
 from oomguard.measure.table import row_label
 from oomguard.rows import read_rows, shipped_row_files
 
@@ -56,6 +56,13 @@ def test_compiled_steps_with_the_memory_limit_at_nothing_miss_by_the_race_alone(
         assert steps.sequenced_low_bytes is not None
         assert steps.sequenced_high_bytes is not None
         assert 0.999 * steps.sequenced_low_bytes <= row["traced_bytes"] <= 1.001 * steps.sequenced_high_bytes
+
+
+def test_a_row_whose_step_cannot_be_built_is_a_problem_and_no_end() -> None:
+    row = next(row for path in shipped_row_files() for row in read_rows(path)[1] if row.case)
+    peak, _, _, problem = trace_row(row.model_copy(update={"case": "no such case"}))
+    assert peak == 0
+    assert "no such case" in problem
 
 
 def test_rows_of_ones_own_are_traced_and_a_miss_is_status_1(tmp_path: Path) -> None:
