@@ -58,14 +58,14 @@ HALF_LAYERS = {
     "attention": (2, 4),
     "custom_function": (4,),
 }
+OPTIMIZERS = ("sgd", "lion", "adafactor", "muon")
 VARIANTS: dict[str, dict[str, Any]] = {
     "clip": {"clip_norm": True},
-    **{optimizer: {"optimizer": optimizer} for optimizer in ("sgd", "lion", "adafactor", "muon")},
+    **{optimizer: {"optimizer": optimizer} for optimizer in OPTIMIZERS},
 }
 VARIANT_LAYERS = {"none": (2, 3, 4, 8), "block": (2, 4, 8)}
 CLIPPED_VARIANTS: dict[str, dict[str, Any]] = {
-    f"{optimizer} clip": {"optimizer": optimizer, "clip_norm": True}
-    for optimizer in ("sgd", "lion", "adafactor", "muon")
+    f"{optimizer} clip": {"optimizer": optimizer, "clip_norm": True} for optimizer in OPTIMIZERS
 }
 CLIPPED_LAYERS = {"none": (2, 4, 8), "block": (2, 4, 8)}
 OTHER_REGIONS = {"segment 2": (4, 8), "segment 4": (8,), "attention": (4,)}

@@ -24,9 +24,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 
-from oomguard.config import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy
+from oomguard.config import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy, Optimizer
 from oomguard.errors import InputError
-from oomguard.settings import near_names
+from oomguard.settings import read_optimizer
 from oomguard.trace.capture import capture
 from oomguard.trace.engine import simulate
 from oomguard.trace.lower import LOWERED, Version, parse_version
@@ -205,7 +205,7 @@ def _version(text: str) -> Version:
     return known[-1] if known else DEFAULT_MLX
 
 
-OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
+OPTIMIZERS: dict[Optimizer, Callable[..., optim.Optimizer]] = {
     "adam": optim.Adam,
     "adamw": optim.AdamW,
     "sgd": optim.SGD,
@@ -238,12 +238,10 @@ def build_lora_step(row: PublicRow) -> LoraStep:
     """Builds the step of a row; takes no memory to speak of, whatever the model's size.
 
     Raises:
-        InputError: the architecture is not in the table, or mlx-lm is not installed.
+        InputError: the architecture is not in the table, no such optimizer, or mlx-lm is not installed.
     """
     model = build_model(row)
-    if row.optimizer not in OPTIMIZERS:
-        raise InputError(f"unknown optimizer {row.optimizer!r}; {near_names(row.optimizer, OPTIMIZERS)}")
-    optimizer = OPTIMIZERS[row.optimizer](learning_rate=1e-5)
+    optimizer = OPTIMIZERS[read_optimizer(row.optimizer)](learning_rate=1e-5)
     optimizer.init(model.trainable_parameters())
     loss_and_gradients = nn.value_and_grad(model, partial(_loss, release=row.mlx))
     state = [model.state, optimizer.state, mx.random.state]

@@ -13,6 +13,7 @@ from oomguard.settings import Engine
 
 if TYPE_CHECKING:
     from oomguard.device import Device
+    from oomguard.trace.policies import Policies
     from oomguard.trace.result import TraceResult
 
 TRACE_MARGIN = 0.03  # a default run may peak this much above its trace (the trace's own stated bound)
@@ -65,12 +66,8 @@ class PresetTracer:
         self, model: ModelConfig, step: StepConfig, budget_bytes: int
     ) -> CheckpointPolicy | None:
         """The policy that recomputes least and fits: one capture, and the policies in between simulated."""
-        from oomguard.model.step import build_step
-        from oomguard.trace.policies import Policies
-
         within = int(budget_bytes / (1 + TRACE_MARGIN))
-        plain = build_step(model, step.but(checkpoint=NO_CHECKPOINT), evaluated=False)
-        price = Policies.of_built(plain, device=self.device).cheapest(within)
+        price = preset_policies(model, step, self.device).cheapest(within)
         return price.policy if price.fits(within) else None
 
 
@@ -123,3 +120,19 @@ def trace_preset(
         rewrite=lambda graph: apply_policy(graph, step.checkpoint, block_to_boundary=ratio),
         marked=MARKED,
     )
+
+
+def preset_policies(
+    model: ModelConfig, step: StepConfig, device: Device | None = None, memory_limit: int | None = None
+) -> Policies:
+    """The prices of all checkpoint policies of a step of the preset GPT, from one capture.
+
+    Args:
+        model, step: what runs; the step's own policy counts for nothing.
+        device, memory_limit: as for ``trace_preset``.
+    """
+    from oomguard.model.step import build_step
+    from oomguard.trace.policies import Policies
+
+    plain = build_step(model, step.but(checkpoint=NO_CHECKPOINT), evaluated=False)
+    return Policies.of_built(plain, device=device, memory_limit=memory_limit)

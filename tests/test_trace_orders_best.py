@@ -22,7 +22,7 @@ from oomguard.trace.orders import ORDERS, best_order, last_block_first, reversed
 from oomguard.trace.policies import MARKED
 from oomguard.trace.remat import apply_policy
 from oomguard.trace.result import OrderPeak
-from oomguard.trace.steps import step_peaks
+from oomguard.trace.steps import graph_peak, step_peaks
 
 MODEL: dict[str, Any] = {
     "name": "narrow",
@@ -56,12 +56,14 @@ def recomputed(found: Capture) -> Program:
 
 
 def test_first_block_listed_first_is_left_alone() -> None:
-    assert best_order(recomputed(captured(state_first))) is None
+    program = recomputed(captured(state_first))
+    assert best_order(program, graph_peak(program)) is None
 
 
 def test_first_block_listed_last_undoes_checkpointing_and_is_reported() -> None:
     good = step_peaks(recomputed(captured(state_first)), 2)[-1]
-    best = best_order(recomputed(captured(state_reversed)))
+    program = recomputed(captured(state_reversed))
+    best = best_order(program, graph_peak(program))
     assert best is not None
     assert best.given_bytes > 2 * good
     assert best.order in ORDERS
@@ -90,7 +92,8 @@ def test_small_gain_is_not_worth_saying() -> None:
 def test_capture_is_left_as_it_was() -> None:
     found = captured(state_first)
     outputs = list(found.graph.evaluations[0].outputs)
-    best_order(Program(found.graph))
+    program = Program(found.graph)
+    best_order(program, graph_peak(program))
     assert found.graph.evaluations[0].outputs == outputs
 
 

@@ -200,12 +200,13 @@ def _budget(asked: int | str | None, device: Device) -> tuple[int | None, str]:
     from oomguard.budget import find_budget
     from oomguard.report.plan_text import say_bound
 
-    if device.memory_bytes is None and device.working_set_bytes is None:
+    try:
+        found = find_budget(device)
+    except InputError as error:
         raise InputError(
             f"--budget auto: how much memory {device.name} has is not known; write a size, or name a machine, such as "
             "--device m5-pro-48gb"
-        )
-    found = find_budget(device)
+        ) from error
     return found.budget_bytes, say_bound(found)
 
 

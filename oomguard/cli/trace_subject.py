@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from oomguard.config import NO_CHECKPOINT, CheckpointPolicy, ModelConfig, StepConfig, check_seq_len
+from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig, check_seq_len
 from oomguard.errors import InputError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def preset_subject(model: ModelConfig, step: StepConfig, how: Simulated) -> Subj
     Raises:
         InputError: a sequence longer than the model's context.
     """
-    from oomguard.engines import trace_preset
+    from oomguard.engines import preset_policies, trace_preset
     from oomguard.report.words import say_batch, say_model, say_policy, say_step
 
     check_seq_len(model, step)
@@ -74,20 +74,13 @@ def preset_subject(model: ModelConfig, step: StepConfig, how: Simulated) -> Subj
         found = trace_preset(model, step.but(checkpoint=policy), how.device, how.memory_limit)
         return say_policy(policy, model.n_layers), found
 
-    def policies() -> Policies:
-        from oomguard.model.step import build_step
-        from oomguard.trace.policies import Policies
-
-        plain = build_step(model, step.but(checkpoint=NO_CHECKPOINT), evaluated=False)
-        return Policies.of_built(plain, device=how.device, memory_limit=how.memory_limit)
-
     about = say_policy(step.checkpoint, model.n_layers)
     return Subject(
         title=say_model(model),
         settings=f"{say_batch(step)}, {about}, {say_step(step)}",
         trace=lambda: under(step.checkpoint)[1],
         under=under,
-        policies=policies,
+        policies=lambda: preset_policies(model, step, how.device, how.memory_limit),
         label=str(step.checkpoint),
         about=about,
     )
@@ -125,13 +118,18 @@ def function_subject(target: str, how: Simulated) -> Subject:
 
     def under(policy: CheckpointPolicy) -> tuple[str, TraceResult]:
         from oomguard.trace.engine import capture_for, simulate
-        from oomguard.trace.policies import MARKED, RECOMPUTING
+        from oomguard.trace.policies import MARKED
 
-        captured, device, around = capture_for(
-            step, user.arguments, user.keywords, state=user.state, device=how.device, marked=MARKED
-        )
         # The policy stands alone: what the step itself would recompute is taken as plain code.
-        captured.graph.regions = [r for r in captured.graph.regions if r.kind not in RECOMPUTING]
+        captured, device, around = capture_for(
+            step,
+            user.arguments,
+            user.keywords,
+            state=user.state,
+            device=how.device,
+            marked=MARKED,
+            plain=True,
+        )
         rewriting = _Rewriting(policy)
         result = simulate(
             captured,
@@ -184,8 +182,8 @@ class _Rewriting:
 
     def __call__(self, graph: Graph) -> Graph:
         from oomguard.report.words import say_policy
-        from oomguard.trace.policies import RECOMPUTING
         from oomguard.trace.remat import apply_policy, block_calls
+        from oomguard.trace.tags import RECOMPUTING
 
         if any(region.kind in RECOMPUTING for region in graph.regions):
             raise InputError(

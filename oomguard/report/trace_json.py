@@ -31,7 +31,7 @@ def trace_json(report: TraceReport) -> dict[str, Any]:
         "budget_bytes": report.budget_bytes,
         "fits": report.fits,
         "policies": [_price(price, report) for price in report.policies.prices] if report.policies else None,
-        "cheapest": _cheapest(report),
+        "cheapest": str(report.least_recompute.policy) if report.least_recompute else None,
         **_run(report.asked),
         "compared": _run(report.compared) if report.compared is not None else None,
     }
@@ -43,15 +43,8 @@ def _price(price: Price, report: TraceReport) -> dict[str, Any]:
         "peak_bytes": price.peak_bytes,
         "first_peak_bytes": price.first_peak_bytes,
         "recomputed_share": round(price.share, 4),
-        "fits": None if report.budget_bytes is None else price.fits(report.budget_bytes),
+        "fits": report.within(price.most_bytes),
     }
-
-
-def _cheapest(report: TraceReport) -> str | None:
-    found = report.policies.cheapest if report.policies else None
-    if found is None or report.budget_bytes is None or not found.fits(report.budget_bytes):
-        return None
-    return str(found.policy)
 
 
 def _run(run: LabelledTrace) -> dict[str, Any]:

@@ -78,6 +78,12 @@ class TraceReport:
         """Whether every step of the run asked for is within the budget; None without one."""
         return self.within(self.asked.result.most_bytes)
 
+    @property
+    def least_recompute(self) -> Price | None:
+        """The policy with the least recompute that fits; None without a budget, or where none fits."""
+        found = self.policies.cheapest if self.policies else None
+        return found if found is not None and self.within(found.most_bytes) else None
+
     def within(self, size_bytes: int) -> bool | None:
         """Whether a size is within the budget; None without one."""
         return None if self.budget_bytes is None else size_bytes <= self.budget_bytes

@@ -187,13 +187,12 @@ def _priced(report: TraceReport, ink: Ink) -> Iterator[str]:
     priced = report.policies
     if priced is None or len(priced.prices) < 2:
         return
-    budget = report.budget_bytes
     rows = [("", "checkpoint", "peak", "recomputed", "")]
     for price in priced.prices:
-        note = "" if budget is None or price.fits(budget) else "does not fit"
-        chosen = price is priced.cheapest and not note
-        row = ("", str(price.policy), format_bytes(price.peak_bytes), f"{price.share:.0%}")
-        rows.append((">" if chosen else "", *row[1:], "the least recompute that fits" if chosen else note))
+        mark, note = "", "does not fit" if report.within(price.most_bytes) is False else ""
+        if price is report.least_recompute:
+            mark, note = ">", "the least recompute that fits"
+        rows.append((mark, str(price.policy), format_bytes(price.peak_bytes), f"{price.share:.0%}", note))
     lines = table(rows, "<<>><", indent="")
     yield ink.faint("Checkpoint policies, from one capture; recomputed is a share of the forward")
     yield ink.faint(lines[0])
@@ -230,13 +229,13 @@ def _ways_out(report: TraceReport) -> Iterator[str]:
 
 def _cheapest(report: TraceReport) -> Iterator[str]:
     """The least recompute that fits, or the policy that holds least."""
-    priced, budget = report.policies, report.budget_bytes
-    if priced is None or priced.cheapest is None or budget is None:
+    priced = report.policies
+    if priced is None or priced.cheapest is None:
         return
     price = priced.cheapest
     about = say_policy(price.policy, priced.n_blocks)
-    if not price.fits(budget):
-        least = format_bytes(max(price.peak_bytes, price.first_peak_bytes))
+    if report.least_recompute is None:
+        least = format_bytes(price.most_bytes)
         yield _filled(f"No checkpointing fits; the least is {least}, with {about}.")
         return
     yield _filled(

@@ -21,8 +21,11 @@ from oomguard.trace.memory import CPU, Device
 OTHER_ARCHITECTURE = "applegpu_g16s"
 """Of a Pro or Max, where a machine's own is not known."""
 
+Machine = str | machines.Device | Device | None
+"""What a step is simulated for: see ``simulated``."""
 
-def simulated(machine: str | machines.Device | Device | None = None) -> Device:
+
+def simulated(machine: Machine = None) -> Device:
     """The device that is simulated for a machine.
 
     Args:
@@ -53,7 +56,7 @@ def simulated(machine: str | machines.Device | Device | None = None) -> Device:
 def capturing(device: Device) -> Iterator[None]:
     """What is captured inside is captured for ``device``: on a Mac, a CPU's graph is built on the CPU."""
     before = mx.default_device()
-    if device.name == "cpu" and before != mx.Device(mx.cpu):
+    if device.name == "cpu":
         mx.set_default_device(mx.Device(mx.cpu))
     try:
         yield

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from statistics import median_low
 from typing import Any
 
-from oomguard import device as machines
-from oomguard.trace.backends import capturing, simulated
+from oomguard.trace.backends import Machine, capturing, simulated
 from oomguard.trace.capture import Capture, Evaluate, capture, returned_then_state
 from oomguard.trace.collector import collector_paused
 from oomguard.trace.containers import leaves, state_tree
@@ -24,15 +23,12 @@ from oomguard.trace.remat import recompute_regions
 from oomguard.trace.result import Holder, Moment, Span, Timeline, TraceResult
 from oomguard.trace.startup import SYNCHRONIZER_DISPATCHES, dispatches_to_evaluate
 from oomguard.trace.steps import ALONE, Steps, Surroundings, graph_peak, within_update
+from oomguard.trace.tags import RECOMPUTING
 
 STEADY_STEPS = 3
 """Steps simulated after the first. Where the device's tasks end differs from one to the next."""
 
-
 Rewrite = Callable[[Graph], Graph]
-
-Machine = str | machines.Device | Device | None
-"""What a step is simulated for: see ``backends.simulated``."""
 
 
 @collector_paused()
@@ -110,11 +106,13 @@ def capture_for(
     consumed: Sequence[int] = (),
     device: Machine = None,
     marked: frozenset[str] = frozenset(),
+    plain: bool = False,
 ) -> tuple[Capture, Device, Surroundings]:
     """A step captured for a machine, to be simulated in more than one way.
 
     Args:
         step, arguments, keywords, state, evaluate, consumed, device, marked: as for ``trace``.
+        plain: what the step itself recomputes is taken as plain code.
 
     Returns:
         The capture, the device that is simulated for the machine, and what the process does besides the step:
@@ -134,6 +132,8 @@ def capture_for(
             consumed=consumed,
             marked=marked | target.marked,
         )
+    if plain:
+        captured.graph.regions = [r for r in captured.graph.regions if r.kind not in RECOMPUTING]
     before = dispatches_to_evaluate([*map(state_tree, state or ()), arguments])
     return captured, target, Surroundings(before=before)
 
@@ -195,7 +195,8 @@ def _simulated(
     for call in calls:
         call.memory.limit = 0
     sequenced = median_low([max(call.step().peak_bytes for call in calls) for _ in steady])
-    order = best_order(program, memory_limit=memory_limit, surroundings=around[which])
+    graph_peaks = [graph_peak(each) for each in programs]
+    order = best_order(program, graph_peaks[which], memory_limit=memory_limit, surroundings=around[which])
     moments = [_moment(program, index) for index in range(len(program.evaluations[0]))]
     holders = _holders(graph, recorder)
     return TraceResult(
@@ -204,7 +205,7 @@ def _simulated(
         high_bytes=max(peaks),
         first_peak_bytes=highest[0].peak_bytes,
         sequenced_peak_bytes=sequenced,
-        graph_peak_bytes=max(map(graph_peak, programs)),
+        graph_peak_bytes=max(graph_peaks),
         state_bytes=run.before_bytes,
         largest_buffer_bytes=largest_buffer,
         moment=moments[run.peak_index] if run.peak_index >= 0 else Moment(-1, "", "", -1, ""),

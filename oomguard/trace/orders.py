@@ -54,12 +54,17 @@ ORDERS: dict[str, Order] = {"last block first": last_block_first, "reversed": re
 
 @collector_paused()
 def best_order(
-    program: Program, *, memory_limit: int | None = None, surroundings: Surroundings = ALONE
+    program: Program,
+    graph_peak_bytes: int,
+    *,
+    memory_limit: int | None = None,
+    surroundings: Surroundings = ALONE,
 ) -> OrderPeak | None:
     """The order of evaluation with the lowest peak, and what it saves over the one given.
 
     Args:
         program: a step, prepared for a device. It is not changed.
+        graph_peak_bytes: its peak with nothing in flight (``steps.graph_peak``).
         memory_limit, surroundings: as for ``engine.simulate``.
 
     Returns:
@@ -67,7 +72,7 @@ def best_order(
         Only an order whose graph alone, with nothing in flight, holds ``WORTH_TRYING`` less is simulated with the
         device's queue.
     """
-    least = (1 - WORTH_TRYING) * graph_peak(program)
+    least = (1 - WORTH_TRYING) * graph_peak_bytes
 
     def steady_peak(ordered: Program) -> int:
         return step_peaks(ordered, STEPS, memory_limit=memory_limit, surroundings=surroundings)[-1]

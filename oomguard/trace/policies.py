@@ -8,28 +8,26 @@ by narrowing down between an end that fits and one that does not. Whether a poli
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
 from oomguard.config import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy, Segment
 from oomguard.errors import TraceError
-from oomguard.trace.backends import simulated
+from oomguard.trace.backends import Machine, simulated
 from oomguard.trace.capture import Capture
 from oomguard.trace.collector import collector_paused
-from oomguard.trace.engine import Machine, built_for, capture_built, capture_for, prepare, surroundings_of
+from oomguard.trace.engine import built_for, capture_built, capture_for, prepare, surroundings_of
 from oomguard.trace.graph import Graph, Node
 from oomguard.trace.lower import ATTENTION
 from oomguard.trace.memory import CPU, Device, Program
 from oomguard.trace.remat import ATTENTION_KINDS, VIEWS, apply_policy, block_calls, saved_ratio
 from oomguard.trace.steps import ALONE, Surroundings, step_peaks, within_update
+from oomguard.trace.tags import RECOMPUTING
 
 MARKED = frozenset(("block", "attention", ATTENTION))
 """Kinds of regions whose backward a capture must mark for all policies to be had from it."""
-
-RECOMPUTING = ("checkpoint", "custom_function")
-"""Kinds of regions that a step recomputes by itself."""
 
 FLOPS_PER_BYTE = 20.0
 """What a machine computes while it moves a byte, roughly. Used only to rank one kind of recompute with another."""
@@ -81,9 +79,14 @@ class Price:
         """What is computed again over the whole forward: 0 for nothing, about 1 for all of it."""
         return self.cost / self.forward_cost if self.forward_cost else 0.0
 
+    @property
+    def most_bytes(self) -> int:
+        """The higher of the first step and a later one: what a budget must hold."""
+        return max(self.peak_bytes, self.first_peak_bytes)
+
     def fits(self, budget_bytes: int) -> bool:
         """Whether neither the first step nor a later one passes the budget."""
-        return max(self.peak_bytes, self.first_peak_bytes) <= budget_bytes
+        return self.most_bytes <= budget_bytes
 
 
 class Policies:
@@ -169,9 +172,8 @@ class Policies:
             InputError, TraceError: as ``engine.trace``.
         """
         captured, target, surroundings = capture_for(
-            step, arguments, keywords, state=state, device=device, marked=MARKED
+            step, arguments, keywords, state=state, device=device, marked=MARKED, plain=True
         )
-        captured.graph.regions = [r for r in captured.graph.regions if r.kind not in RECOMPUTING]
         return cls(
             [captured], compiled=compiled, device=target, memory_limit=memory_limit, surroundings=surroundings
         )
@@ -200,17 +202,17 @@ class Policies:
 
         Without strides where the step does something between its blocks.
         """
-        policies = [NO_CHECKPOINT]
+        prices = [self.price(NO_CHECKPOINT)]
         if self.attends:
-            policies.append(ATTENTION_CORES)
+            prices.append(self.price(ATTENTION_CORES))
         if self.n_blocks:
+            prices.append(self.price(EVERY_BLOCK))
             strides: list[Literal["auto", "sqrt"] | int] = ["auto", 2, "sqrt"]
-            policies += [EVERY_BLOCK, *(CheckpointPolicy(policy="stride", stride=k) for k in strides), BARE]
-        found: dict[Price, None] = {}
-        for policy in policies:
-            with suppress(TraceError) if policy.policy == "stride" else nullcontext():
-                found[self.price(policy)] = None
-        return list(found)
+            for k in strides:
+                with suppress(TraceError):
+                    prices.append(self.price(CheckpointPolicy(policy="stride", stride=k)))
+            prices.append(self.price(BARE))
+        return list(dict.fromkeys(prices))
 
     def cheapest(self, budget_bytes: int) -> Price:
         """The policy with the least recompute that fits; where none fits, the one that holds least.

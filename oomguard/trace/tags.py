@@ -43,7 +43,10 @@ FAST = tuple(name for name in _FAST if hasattr(mx.fast, name))
 EVERY_REGION = frozenset({"block", *(f"fast.{name}" for name in FAST)})
 _REDUCTIONS: dict[str, Callable[[mx.array], mx.array]] = {"none": lambda a: a, "mean": mx.mean, "sum": mx.sum}
 
-ALWAYS_MARKED = frozenset({"checkpoint", "custom_function", SORTED_GATHER})
+RECOMPUTING = ("checkpoint", "custom_function")
+"""Kinds of regions that a step recomputes by itself."""
+
+ALWAYS_MARKED = frozenset({*RECOMPUTING, SORTED_GATHER})
 
 
 @dataclass(slots=True)
