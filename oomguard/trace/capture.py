@@ -12,6 +12,7 @@ import inspect
 import io
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import islice
@@ -37,8 +38,19 @@ from oomguard.trace.containers import (
 from oomguard.trace.experts import restore_sorted_gathers
 from oomguard.trace.graph import Graph, Kind, Region
 from oomguard.trace.label import label
-from oomguard.trace.rawgraph import Exported, Given, build, dtype_name, lead, read_dot
-from oomguard.trace.tags import EVERY_REGION, Call, Site, Tags, checkpointed_functions
+from oomguard.trace.rawgraph import (
+    Built,
+    Drawn,
+    Exported,
+    ExportedArrays,
+    Given,
+    build,
+    dtype_name,
+    lead,
+    read_dot,
+)
+from oomguard.trace.recomputing import PlainArrays, Recomputing, Unlike, lead_along
+from oomguard.trace.tags import EVERY_REGION, RECOMPUTING, Call, Site, Tags, checkpointed_functions
 
 Evaluate = Callable[[Any, list[Any]], Any]
 """(what the step returned, the state) to a tree: what the caller hands to ``mx.eval``, in that order."""
@@ -55,11 +67,14 @@ class Capture:
             the step's marks delimit is in ``graph.regions``.
         compiled: whether the step is one ``mx.compile`` function.
         warnings: what could make a number from this graph wrong.
+        recomputing: where the step calls ``mx.checkpoint`` or ``mx.custom_function``, and could be drawn with them,
+            the graph with its recomputes in it. ``graph`` has them as plain code, and as regions.
     """
 
     graph: Graph
     compiled: bool
     warnings: list[str] = field(default_factory=list)
+    recomputing: Graph | None = None
 
 
 def returned_then_state(returned: Any, state: list[Any]) -> Any:
@@ -184,9 +199,74 @@ class _Capturing:
             return
 
     def _capture(self, wrapped: list[Any]) -> Capture:
+        """Draws and exports the step; where it recomputes by itself, draws it once more as it is."""
         found = self.leaves()
-        tags = Tags(*_paths(self.modules), self.marked)
-        exported, drawing, left = Exported(), io.StringIO(), _Left()
+        exported = Exported()
+        plain = self._draw(found, wrapped, exported)
+        ends = [*plain.roots, *plain.recomputed]
+        match = lead(plain.drawn, exported, dict(zip(ends, exported.outputs, strict=True)))
+        graph, numbers, batch = self._start(found, exported)
+        built = build(plain.drawn, ExportedArrays(exported, match), plain.given(numbers), graph)
+        _refuse_custom_kernels(graph)
+        recomputing = self._recomputing(found, wrapped, exported, plain, built) if plain.recomputed else None
+        self._finish(plain, built, numbers, batch)
+        watched = plain.numbered(built)
+        label(graph, plain.tags.calls, watched, [built.ids[name] for name in plain.role("returned")])
+        if recomputing is None:
+            return Capture(graph, self.compiled, self.warnings + _own_vjps(plain.tags))
+        recomputing.label()
+        return Capture(graph, self.compiled, self.warnings, recomputing.graph)
+
+    def _recomputing(
+        self, found: list[Leaf], wrapped: list[Any], exported: Exported, plain: _Drawing, built: Built
+    ) -> Recomputing | None:
+        """The step as it is, described by what it is when run plainly; None where the two part."""
+        real = self._draw(found, wrapped, None)
+        graph, numbers, batch = self._start(found, exported)
+        given = real.given(numbers)
+        try:
+            ends = _pairs(real, plain)
+            keys = self._keys(found, plain, built)
+            match = lead_along(
+                real.drawn, built.graph, given, [(a, built.ids[b]) for a, b in ends if b in built.needed], keys
+            )
+        except Unlike:
+            return None
+        again = build(real.drawn, PlainArrays(built.graph, match), given, graph)
+        recomputing = Recomputing(again, built.graph, match)
+        self._finish(real, again, numbers, batch)
+        graph.regions = [region for region in graph.regions if region.kind not in RECOMPUTING]
+        watched = real.numbered(again)
+        forward = [site for call in real.tags.calls if not call.again for site in call.leaving]
+        recomputing.forward = [watched[site.watched] for site in forward if site.watched in watched]
+        return recomputing
+
+    def _keys(self, found: list[Leaf], plain: _Drawing, built: Built) -> dict[int, int]:
+        """For the random key that the plain step begins with, the one it draws next; see ``lead_along``."""
+        place = next((k for k, leaf in enumerate(found) if leaf.container is random_keys()), None)
+        carried = plain.role("carried")
+        if place is None or not carried:
+            return {}
+        begins = built.ids[plain.drawn.sources[place]]
+        form = built.graph.arrays[begins].shape
+        key = built.ids[carried[place]]
+        chain = [key]
+        while (node := built.graph.arrays[key].producer) is not None:
+            key = node.inputs[0]
+            if built.graph.arrays[key].shape == form:
+                chain.append(key)
+        return {begins: chain[-2]} if chain[-1] == begins and len(chain) > 1 else {}
+
+    def _draw(self, found: list[Leaf], wrapped: list[Any], exported: Exported | None) -> _Drawing:
+        """Calls the step on placeholders and draws what it builds.
+
+        Args:
+            found: the state's arrays.
+            wrapped: functions that ``mx.checkpoint`` made before.
+            exported: takes the export of the step, its recomputing calls run as plain code; None leaves them what they are.
+        """
+        tags = Tags(*_paths(self.modules), self.marked, recomputing=exported is None)
+        drawing, left = io.StringIO(), _Left()
 
         def traced(*tracers: mx.array) -> list[mx.array]:
             with tags.installed(_called_classes(self.modules), wrapped):
@@ -195,12 +275,19 @@ class _Capturing:
             ends = [mx.stop_gradient(array) for array in left.roots]
             looked_for = [mx.stop_gradient(array) for array in (*self.outside, *tags.watched)]
             # Drawn in this order, so that each is found again by its place.
-            places = [constant for _, _, constant in tags.stand_ins]
-            mx.export_to_dot(drawing, *tracers, *tags.constants, *places, *ends, *looked_for)
-            return left.roots
+            mx.export_to_dot(drawing, *tracers, *tags.constants, *tags.places, *ends, *looked_for)
+            if exported is None:
+                raise _SeenEnough
+            return [*left.roots, *(tags.watched[number] for number in tags.recomputed)]
 
-        self._export(exported, traced, found)
-        return self._build(found, tags, exported, drawing.getvalue(), left)
+        with suppress(_SeenEnough):
+            self._export(exported or (lambda _: None), traced, found)
+        # What is never evaluated hangs together in cycles that run through MLX, where no collector sees them.
+        tags.release()
+        left.release()
+        return _Drawing(
+            read_dot(drawing.getvalue()), tags, left, len(found) + len(list(leaves(self.arguments))), len(self.outside)
+        )
 
     def _export(self, callback: Any, function: Any, found: list[Leaf]) -> None:
         arrays = [leaf.array for leaf in found if leaf.container is not random_keys()]
@@ -230,38 +317,21 @@ class _Capturing:
         split = len(values) - len(self.keywords)
         return self.step(*values[:split], **dict(zip(self.keywords, values[split:], strict=True)))
 
-    def _build(self, found: list[Leaf], tags: Tags, exported: Exported, drawing: str, left: _Left) -> Capture:
-        drawn = read_dot(drawing)
-        ends = drawn.ends[: len(left.roots)]
-        outside = drawn.ends[len(ends) : len(ends) + len(self.outside)]
-        match = lead(drawn, exported, dict(zip(ends, exported.outputs, strict=True)))
-        graph = Graph()
-        numbers, batch = self._graph_inputs(graph, found, exported)
-        sources = iter(drawn.sources)
-        given = Given(
-            inputs=dict(zip([*islice(sources, len(exported.inputs)), *outside], numbers, strict=True)),
-            marks={next(sources): number for number in range(len(tags.constants))},
-            stand_ins={next(sources): (name, arguments) for name, arguments, _ in tags.stand_ins},
-        )
-        built = build(drawn, exported, match, given, graph)
-        _refuse_custom_kernels(graph)
-        roots = [built.ids[name] for name in ends]
+    def _finish(self, drawing: _Drawing, built: Built, numbers: list[int], batch: list[int]) -> None:
+        """Says of a graph what is evaluated, held and carried, and which regions it has."""
+        graph, left = built.graph, drawing.left
+        roots = [built.ids[name] for name in drawing.roots]
         evaluation = graph.evaluate([roots[r] for r in left.evaluated], held=[roots[r] for r in left.held])
         evaluation.held.update(batch)
-        watches = enumerate(drawn.ends[len(ends) + len(outside) :])
-        watched = {number: built.ids[name] for number, name in watches if name in match and name in built.ids}
-        graph.regions = _regions(tags.calls, watched, built.cotangents)
+        graph.regions = _regions(drawing.tags.calls, drawing.numbered(built), built.cotangents)
         graph.function_outputs = [roots[r] for r in left.function]
         graph.carries = {numbers[k]: roots[r] for k, r in enumerate(left.carried)}
         graph.remove_dead()
         restore_sorted_gathers(graph)
-        label(graph, tags.calls, watched, [roots[r] for r in left.returned])
-        return Capture(graph, self.compiled, self.warnings + tags.warnings)
 
-    def _graph_inputs(
-        self, graph: Graph, found: list[Leaf], exported: Exported
-    ) -> tuple[list[int], list[int]]:
-        """The graph's inputs in the order they are drawn in, and those the caller holds throughout."""
+    def _start(self, found: list[Leaf], exported: Exported) -> tuple[Graph, list[int], list[int]]:
+        """A graph with the step's inputs, in the order they are drawn in, and those the caller holds throughout."""
+        graph = Graph()
         described = iter(exported.inputs)
         numbers: list[int] = []
         held: list[int] = []
@@ -277,7 +347,7 @@ class _Capturing:
         for array in self.outside:
             numbers.append(graph.array(tuple(array.shape), dtype_name(array.dtype), "state", name="closure"))
             held.append(numbers[-1])
-        return numbers, held
+        return graph, numbers, held
 
     def _argument_name(self, position: int) -> str:
         split = len(self.arguments) - len(self.keywords)
@@ -296,7 +366,7 @@ class _SeenEnough(Exception):
 
 @dataclass
 class _Left:
-    """What a step returned and left in its state: ``roots``, and who wants which of them."""
+    """What a step returned and left in its state: ``roots``, until they are released, and who wants which of them."""
 
     roots: list[mx.array] = field(default_factory=list)
     returned: list[int] = field(default_factory=list)
@@ -323,6 +393,15 @@ class _Left:
         if [leaf.name for leaf in after] == [leaf.name for leaf in found]:
             self.carried = self._add([leaf.array for leaf in after])
 
+    def release(self) -> None:
+        """Lets go of the arrays; their number is kept."""
+        self.roots.clear()
+
+    @property
+    def count(self) -> int:
+        """How many arrays there were."""
+        return len(self._positions)
+
     def _add(self, tree: Any) -> list[int]:
         positions = []
         for array in leaves(tree):
@@ -331,6 +410,86 @@ class _Left:
                 self.roots.append(array)
             positions.append(self._positions[id(array)])
         return positions
+
+
+@dataclass
+class _Drawing:
+    """A step as it was drawn: its results, what is looked for in it, and the watched arrays, in this order.
+
+    Attributes:
+        tags: what was watched and marked.
+        left: what the step returned and left.
+        n_inputs: arrays of the state and the arguments, which are drawn first.
+        n_outside: arrays that the step's closure holds.
+    """
+
+    drawn: Drawn
+    tags: Tags
+    left: _Left
+    n_inputs: int
+    n_outside: int
+
+    @property
+    def roots(self) -> list[str]:
+        """Drawn names of ``left.roots``."""
+        return self.drawn.ends[: self.left.count]
+
+    @property
+    def watched(self) -> list[str]:
+        """Drawn names of the watched arrays, by their number."""
+        return self.drawn.ends[self.left.count + self.n_outside :]
+
+    @property
+    def recomputed(self) -> list[str]:
+        """Drawn names of what goes into and comes out of the calls that are recomputed."""
+        watched = self.watched
+        return [watched[number] for number in self.tags.recomputed]
+
+    def role(self, name: str) -> list[str]:
+        """Drawn names of what was ``returned``, ``evaluated``, ``held``, ``carried`` or is of the ``function``."""
+        roots = self.roots
+        return [roots[k] for k in getattr(self.left, name)]
+
+    def given(self, numbers: list[int]) -> Given:
+        """What is known of the drawn sources, where the graph's inputs have these numbers."""
+        sources = iter(self.drawn.sources)
+        inputs = [*islice(sources, self.n_inputs)]
+        start = self.left.count
+        outside = self.drawn.ends[start : start + self.n_outside]
+        return Given(
+            inputs=dict(zip([*inputs, *outside], numbers, strict=True)),
+            marks={next(sources): number for number in range(self.tags.n_marks)},
+            stand_ins={next(sources): stand_in for stand_in in self.tags.stand_ins},
+        )
+
+    def numbered(self, built: Built) -> dict[int, int]:
+        """The array of each watched number, of those that the results need."""
+        return {number: built.ids[name] for number, name in enumerate(self.watched) if name in built.needed}
+
+
+def _pairs(real: _Drawing, plain: _Drawing) -> list[tuple[str, str]]:
+    """Drawn names of the same array in two drawings of a step.
+
+    Raises:
+        Unlike: the step gave something else when it was called again.
+    """
+    found: list[tuple[str, str]] = []
+    for role in ("returned", "evaluated", "held", "function", "carried"):
+        found += _zipped(real.role(role), plain.role(role))
+    return found + _zipped(real.recomputed, plain.recomputed)
+
+
+def _zipped(one: list[str], other: list[str]) -> list[tuple[str, str]]:
+    if len(one) != len(other):
+        raise Unlike(f"{len(one)} arrays where the plain step has {len(other)}")
+    return list(zip(one, other, strict=True))
+
+
+def _own_vjps(tags: Tags) -> list[str]:
+    return [
+        f"the VJP that {name} defines is not traced; its backward is counted as automatic differentiation builds it"
+        for name in tags.own_vjps
+    ]
 
 
 def _regions(calls: list[Call], watched: dict[int, int], cotangents: dict[int, int]) -> list[Region]:

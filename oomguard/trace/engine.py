@@ -134,6 +134,7 @@ def capture_for(
         )
     if plain:
         captured.graph.regions = [r for r in captured.graph.regions if r.kind not in RECOMPUTING]
+        captured.recomputing = None
     before = dispatches_to_evaluate([*map(state_tree, state or ()), arguments])
     return captured, target, Surroundings(before=before)
 
@@ -223,6 +224,8 @@ def _simulated(
 
 def built_for(device: Device, captured: Capture) -> Graph:
     """The graph a device builds of a captured step, what the step recomputes in it."""
+    if captured.recomputing is not None:
+        return device.build(captured.recomputing)
     return _with_checkpoints(device.build(captured.graph))
 
 

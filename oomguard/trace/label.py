@@ -33,8 +33,8 @@ def label(graph: Graph, calls: list[Call], watched: dict[int, int], returned: li
     gradients = _name_gradients(graph, calls, watched)
     results = [i for call in modules for i in _arrays(call.leaving, watched)]
     loss = next((i for i in returned if graph.arrays[i].size == 1), None)
-    forward = _needed(graph, results if loss is None else [*results, loss], set(gradients))
-    backward = _needed(graph, gradients, set())
+    forward = needed(graph, results if loss is None else [*results, loss], set(gradients))
+    backward = needed(graph, gradients, set())
     for node in graph.nodes:
         if id(node) in forward:
             node.phase = "forward"
@@ -49,7 +49,7 @@ def label(graph: Graph, calls: list[Call], watched: dict[int, int], returned: li
             graph.arrays[i].block = node.block
 
 
-def _needed(graph: Graph, ends: list[int], stop: set[int]) -> set[int]:
+def needed(graph: Graph, ends: list[int], stop: set[int]) -> set[int]:
     """``id`` of the nodes the ends need; nothing before a stop is followed."""
     arrays = graph.arrays
     found: set[int] = set()

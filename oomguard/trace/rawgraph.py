@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -19,6 +19,8 @@ from oomguard.errors import TraceError
 from oomguard.trace.graph import Graph, Node
 
 NO_OPS = frozenset({"Copy", "StopGradient"})
+HAND_ON = NO_OPS | {"Depends", "CustomTransforms"}
+"""Primitives that hand arrays on as they are, and have no arguments of interest."""
 
 # Names in the drawing that export_function gives as an argument of a common primitive.
 RENAMED = {
@@ -139,8 +141,8 @@ def lead(drawn: Drawn, exported: Exported, roots: dict[str, str]) -> dict[str, s
             match[inputs[0]] = known
             continue
         maker = makers.get(known)
-        name = primitive.partition(" ")[0]
-        if maker is None or maker[0] != RENAMED.get(name, name) or len(maker[1]) != len(inputs):
+        name = primitive_name(primitive)
+        if maker is None or maker[0] != name or len(maker[1]) != len(inputs):
             raise TraceError(
                 f"MLX {version('mlx')} exports this step as two different graphs (at {name}); "
                 "please report it with the step"
@@ -154,10 +156,17 @@ def lead(drawn: Drawn, exported: Exported, roots: dict[str, str]) -> dict[str, s
 
 @dataclass(slots=True)
 class Built:
-    """The graph, the array id of every drawn name, and the cotangent that arrives at each mark, by number."""
+    """A graph as it was drawn.
+
+    Attributes:
+        ids: the array of each drawn name: of the inputs, and of those described.
+        needed: the names that were described; an input among them is read.
+        cotangents: the cotangent that arrives at each mark, by number.
+    """
 
     graph: Graph
     ids: dict[str, int]
+    needed: Described
     cotangents: dict[int, int] = field(default_factory=dict)
 
 
@@ -176,36 +185,79 @@ class Given:
     stand_ins: dict[str, tuple[str, tuple[Any, ...]]]
 
 
-def build(drawn: Drawn, exported: Exported, match: dict[str, str], given: Given, graph: Graph) -> Built:
+class Described(Protocol):
+    """What is known of the drawn arrays: those that are wanted, by their name in the drawing."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def form(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype."""
+
+    def arguments(self, name: str) -> tuple[Any, ...]:
+        """Those of the primitive that makes the array."""
+
+    def constant(self, graph: Graph, name: str) -> int:
+        """A constant like this one, added to the graph."""
+
+
+class ExportedArrays:
+    """Drawn arrays as ``export_function`` describes what they were matched with."""
+
+    def __init__(self, exported: Exported, match: dict[str, str]):
+        self._exported, self._match = exported, match
+        self._arguments: dict[int, tuple[Any, ...]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._match
+
+    def form(self, name: str) -> tuple[tuple[int, ...], str]:
+        return self._exported.shapes[self._match[name]]
+
+    def arguments(self, name: str) -> tuple[Any, ...]:
+        maker = self._exported.makers[self._match[name]]
+        known = self._arguments.get(id(maker))
+        if known is None:
+            known = self._arguments[id(maker)] = tuple(_plain(value) for value in maker[3])
+        return known
+
+    def constant(self, graph: Graph, name: str) -> int:
+        shape, dtype = self.form(name)
+        array = self._exported.constants.get(self._match[name])
+        value = array.item() if array is not None and not shape else None
+        if isinstance(value, complex):
+            value = None
+        return graph.constant(value, shape, dtype)
+
+
+def build(drawn: Drawn, described: Described, given: Given, graph: Graph) -> Built:
     """Builds the true graph, the marks of ``tags`` taken out.
 
     Args:
-        match: from ``lead``.
+        described: what the drawn arrays are; those it does not know are left out.
         given: what is known of the sources.
         graph: has the arrays of ``given.inputs``; the rest is added to it.
     """
-    return _Building(drawn, exported, match, given, graph).run()
+    return _Building(drawn, described, given, graph).run()
 
 
 class _Building:
-    def __init__(self, drawn: Drawn, exported: Exported, match: dict[str, str], given: Given, graph: Graph):
-        self.drawn, self.exported, self.match, self.graph = drawn, exported, match, graph
+    def __init__(self, drawn: Drawn, described: Described, given: Given, graph: Graph):
+        self.drawn, self.described, self.graph = drawn, described, graph
         self.inputs, self.stand_ins = given.inputs, given.stand_ins
         self.tags = dict(given.marks)
-        self.built = Built(graph, dict(given.inputs))
-        self._arguments: dict[int, tuple[Any, ...]] = {}
+        self.built = Built(graph, dict(given.inputs), described)
 
     def run(self) -> Built:
-        drawn, match = self.drawn, self.match
+        drawn, described = self.drawn, self.described
         for label, read, outputs in zip(drawn.primitives, drawn.inputs, drawn.outputs, strict=True):
-            if outputs[0] in self.inputs or not any(o in match for o in outputs):
+            if outputs[0] in self.inputs or not any(o in described for o in outputs):
                 continue
             if read and (read[0] in self.tags or read[-1] in self.tags):
                 self._take_out_mark(label, read, outputs[0])
             else:
                 self._add(label, read, outputs)
         for name in drawn.ends:
-            if name in match:
+            if name in described:
                 self._array(name)
         return self.built
 
@@ -213,7 +265,7 @@ class _Building:
         ids = self.built.ids
         number = ids.get(name)
         if number is None:
-            number = ids[name] = _constant(self.graph, self.exported, self.match[name])
+            number = ids[name] = self.described.constant(self.graph, name)
         return number
 
     def _take_out_mark(self, label: str, read: list[str], output: str) -> None:
@@ -229,36 +281,24 @@ class _Building:
             ids[output] = self._array(read[0])
 
     def _add(self, label: str, read: list[str], outputs: list[str]) -> None:
-        name = label.partition(" ")[0]
-        name = RENAMED.get(name, name)
+        name = primitive_name(label)
         if name == "Depends" and read[-1] in self.stand_ins:
             name, arguments = self.stand_ins[read[-1]]
             read = read[:-1]
         else:
-            arguments = () if name in NO_OPS else self._arguments_of(outputs[0])
+            arguments = () if name in HAND_ON else self.described.arguments(outputs[0])
         inputs = [self._array(i) for i in read]
         made = []
         for output in outputs:
-            shape, dtype = self.exported.shapes[self.match[output]]
-            made.append(self.graph.array(shape, dtype))
+            made.append(self.graph.array(*self.described.form(output)))
             self.built.ids[output] = made[-1]
         self.graph.append(Node(name, inputs, made, arguments))
 
-    def _arguments_of(self, output: str) -> tuple[Any, ...]:
-        maker = self.exported.makers[self.match[output]]
-        known = self._arguments.get(id(maker))
-        if known is None:
-            known = self._arguments[id(maker)] = tuple(_plain(value) for value in maker[3])
-        return known
 
-
-def _constant(graph: Graph, exported: Exported, name: str) -> int:
-    shape, dtype = exported.shapes[name]
-    array = exported.constants.get(name)
-    value = array.item() if array is not None and not shape else None
-    if isinstance(value, complex):
-        value = None
-    return graph.constant(value, shape, dtype)
+def primitive_name(label: str) -> str:
+    """The name ``export_function`` has for a primitive, by its label in the drawing."""
+    name = label.partition(" ")[0]
+    return RENAMED.get(name, name)
 
 
 def _plain(value: Any) -> Any:

@@ -59,7 +59,7 @@ class Site:
 
 @dataclass(eq=False)
 class Call:
-    """One watched call, with the arrays that went in and that came out, in order."""
+    """One watched call, with the arrays that went in and that came out, in order; ``again`` in a recompute."""
 
     kind: str
     name: str
@@ -67,30 +67,50 @@ class Call:
     arguments: dict[str, Any] = field(default_factory=dict)
     entering: list[Site] = field(default_factory=list)
     leaving: list[Site] = field(default_factory=list)
+    again: bool = False
+
+    @property
+    def sites(self) -> list[Site]:
+        return self.entering + self.leaving
 
 
 class Tags:
     """Watches and marks arrays, and keeps the calls they belong to in the order the calls began."""
 
-    def __init__(self, modules: dict[int, str], blocks: dict[int, int], marked: frozenset[str]):
+    def __init__(
+        self,
+        modules: dict[int, str],
+        blocks: dict[int, int],
+        marked: frozenset[str],
+        *,
+        recomputing: bool = False,
+    ):
         """Args:
         modules: path of a module by ``id``.
         blocks: block index of a module by ``id``, for the layers of the model's layer list.
         marked: kinds of calls to mark, besides those that always are.
+        recomputing: leave ``mx.checkpoint`` and ``mx.custom_function`` what they are: such a step can be drawn, and
+            not exported.
         """
         self.modules = modules
         self.blocks = blocks
-        self.marked = marked | ALWAYS_MARKED
+        self.recomputing = recomputing
+        self.marked = (marked | {SORTED_GATHER}) - {"block"} if recomputing else marked | ALWAYS_MARKED
         self.calls: list[Call] = []
         self.watched: list[mx.array] = []
         self.constants: list[mx.array] = []
-        self.stand_ins: list[tuple[str, tuple[Any, ...], mx.array]] = []
-        self.warnings: list[str] = []
+        self.n_marks = 0
+        self.stand_ins: list[tuple[str, tuple[Any, ...]]] = []
+        self.places: list[mx.array] = []
+        self.own_vjps: list[str] = []
+        self._real = (mx.checkpoint, mx.custom_function)  # in a tuple, where ``_everywhere`` does not look
         self._stack: list[int] = []
         self._block = -1
+        self._again = False
 
     def run(self, function: Callable[..., Any], call: Call, args: Any, kwargs: Any) -> Any:
         """Calls the function with what goes in and what comes out watched."""
+        call.again = self._again
         self.calls.append(call)
         args, kwargs = self.watch((args, kwargs), call, call.entering)
         return self.watch(function(*args, **kwargs), call, call.leaving)
@@ -105,13 +125,25 @@ class Tags:
             self.watched.append(copy.copy(array))
             if call.kind not in self.marked or not array.ndim or not mx.issubdtype(array.dtype, mx.inexact):
                 return array
-            site.mark = len(self.constants)
+            site.mark = self.n_marks
+            self.n_marks += 1
             # Never zero-dimensional: equal scalars are merged, and two marks would become one.
             constant = mx.array([site.mark], mx.int32)
             self.constants.append(constant)
             return array * constant.astype(array.dtype)
 
         return map_leaves(tree, one)
+
+    def release(self) -> None:
+        """Lets go of every array, once they have been drawn."""
+        for arrays in (self.watched, self.constants, self.places):
+            arrays.clear()
+
+    @property
+    def recomputed(self) -> list[int]:
+        """Numbers of the arrays that go into and come out of recomputing calls, those of the forward."""
+        calls = [call for call in self.calls if call.kind in RECOMPUTING and not call.again]
+        return [site.watched for call in calls for site in call.sites]
 
     # -- what is replaced while a step is captured ------------------------------------------------------
 
@@ -140,7 +172,7 @@ class Tags:
             stack.enter_context(_everywhere(mx.checkpoint, self._checkpoint))
             for function in wrapped:
                 stack.enter_context(_everywhere(function, self._checkpoint(gc.get_referents(function)[1])))
-            stack.enter_context(_everywhere(mx.custom_function, self._custom_function_class()))
+            stack.enter_context(_everywhere(mx.custom_function, self._custom_function))
             yield
 
     def _module_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,7 +250,8 @@ class Tags:
     def _contiguous(self, a: mx.array, allow_col_major: bool = False, **stream: Any) -> mx.array:
         """``mx.contiguous`` cannot be exported; a ``Depends`` on a constant of its own holds its place."""
         constant = mx.array([len(self.stand_ins)], mx.int32)
-        self.stand_ins.append(("Contiguous", (allow_col_major,), constant))
+        self.stand_ins.append(("Contiguous", (allow_col_major,)))
+        self.places.append(constant)
         placed: mx.array = mx.depends([a], [constant])[0]
         return placed
 
@@ -233,42 +266,33 @@ class Tags:
 
         return gather_mm
 
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Calls made inside are part of a recompute."""
+        outer, self._again = self._again, True
+        try:
+            yield
+        finally:
+            self._again = outer
+
     def _checkpoint(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``mx.checkpoint`` while a step is captured."""
+        kind, name = "checkpoint", getattr(function, "__qualname__", type(function).__name__)
+        if self.recomputing:
+            return functools.wraps(function)(_Recomputed(self, kind, name, function, self._real[0]))
+
         @functools.wraps(function)
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
-            name = getattr(function, "__qualname__", type(function).__name__)
-            return self.run(function, Call("checkpoint", name, self._block), args, kwargs)
+            return self.run(function, Call(kind, name, self._block), args, kwargs)
 
         return checkpointed
 
-    def _custom_function_class(self) -> Callable[..., Any]:
-        tags = self
-
-        class CustomFunction:
-            """Runs plainly; remembers that a VJP of its own was given."""
-
-            def __init__(self, function: Callable[..., Any]):
-                self.function = function
-
-            def __call__(self, *args: Any, **kwargs: Any) -> Any:
-                name = getattr(self.function, "__qualname__", "custom_function")
-                return tags.run(self.function, Call("custom_function", name, tags._block), args, kwargs)
-
-            def vjp(self, function: Callable[..., Any]) -> Callable[..., Any]:
-                if not function.__module__.startswith("oomguard."):
-                    tags.warnings.append(
-                        f"the VJP that {getattr(self.function, '__qualname__', 'a custom function')} defines is not "
-                        "traced; its backward is counted as automatic differentiation builds it"
-                    )
-                return function
-
-            def jvp(self, function: Callable[..., Any]) -> Callable[..., Any]:
-                return function
-
-            def vmap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-                return function
-
-        return CustomFunction
+    def _custom_function(self, function: Callable[..., Any]) -> Any:
+        """``mx.custom_function`` while a step is captured."""
+        name = getattr(function, "__qualname__", "custom_function")
+        if self.recomputing:
+            return _Recomputed(self, "custom_function", name, function, self._real[1])
+        return _PlainFunction(self, name, function)
 
     def _apply_gradients(self, original: Callable[..., Any]) -> Callable[..., Any]:
         depth = 0
@@ -288,6 +312,67 @@ class Tags:
                 depth -= 1
 
         return apply_gradients
+
+
+class _Recomputed:
+    """A function that MLX recomputes: every call but that of the forward is watched as one of a recompute."""
+
+    def __init__(
+        self, tags: Tags, kind: str, name: str, function: Callable[..., Any], real: Callable[..., Any]
+    ):
+        self._tags, self._kind, self._name, self._function = tags, kind, name, function
+        self._forward = False
+        self._real = real(self._called)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._forward = True
+        return self._tags.run(self._real, Call(self._kind, self._name, self._tags._block), args, kwargs)
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        if self._forward:
+            self._forward = False
+            return self._function(*args, **kwargs)
+        with self._tags.again():
+            return self._function(*args, **kwargs)
+
+    def vjp(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def vjp(*args: Any) -> Any:
+            with self._tags.again():
+                return function(*args)
+
+        self._real.vjp(vjp)
+        return function
+
+    def jvp(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        self._real.jvp(function)
+        return function
+
+    def vmap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        self._real.vmap(function)
+        return function
+
+
+class _PlainFunction:
+    """A custom function that runs plainly, and remembers that a VJP of its own was given."""
+
+    def __init__(self, tags: Tags, name: str, function: Callable[..., Any]):
+        self._tags, self._name, self._function = tags, name, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = Call("custom_function", self._name, self._tags._block)
+        return self._tags.run(self._function, call, args, kwargs)
+
+    def vjp(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if not function.__module__.startswith("oomguard."):
+            self._tags.own_vjps.append(self._name)
+        return function
+
+    def jvp(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function
+
+    def vmap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function
 
 
 @contextmanager
