@@ -47,10 +47,11 @@ from oomguard.trace.rawgraph import (
     build,
     dtype_name,
     lead,
+    marks_from,
     read_dot,
 )
 from oomguard.trace.recomputing import PlainArrays, Recomputing, Unlike, lead_along
-from oomguard.trace.tags import EVERY_REGION, RECOMPUTING, Call, Site, Tags, checkpointed_functions
+from oomguard.trace.tags import EVERY_REGION, RECOMPUTING, Call, Recompute, Site, Tags, checkpointed_functions
 
 Evaluate = Callable[[Any, list[Any]], Any]
 """(what the step returned, the state) to a tree: what the caller hands to ``mx.eval``, in that order."""
@@ -92,6 +93,7 @@ def capture(
     consumed: Sequence[int] = (),
     first_step: bool = False,
     marked: frozenset[str] = EVERY_REGION,
+    plain: bool = False,
 ) -> Capture:
     """Captures one call of a step.
 
@@ -110,12 +112,14 @@ def capture(
         marked: kinds of regions (``Region.kind``) whose backward is to be found: those a later pass rewrites. With
             none the graph is the step's own to the node; see ``tags`` for what marks change. Calls of
             ``mx.checkpoint`` are always marked.
+        plain: what the step recomputes by itself is taken as plain code.
 
     Raises:
         TraceError: the step cannot be captured; the text says why, where, and what to do.
     """
     capturing = _Capturing(step, arguments, keywords or {}, state, evaluate, set(consumed))
     capturing.marked = marked
+    capturing.recompute = "plain" if plain else "marked"
     return capturing.run(first_step)
 
 
@@ -139,6 +143,7 @@ class _Capturing:
         self.keywords = list(keywords)
         self.evaluate, self.consumed = evaluate, consumed
         self.marked: frozenset[str] = frozenset()
+        self.recompute: Recompute = "marked"
         reached = discover(self.step)
         if not self.compiled and any(_updates_state(o) for o in reached):
             self.compiled = True
@@ -202,13 +207,15 @@ class _Capturing:
         """Draws and exports the step; where it recomputes by itself, draws it once more as it is."""
         found = self.leaves()
         exported = Exported()
-        plain = self._draw(found, wrapped, exported)
-        ends = [*plain.roots, *plain.recomputed]
+        plain = self._draw(found, wrapped, self.recompute, exported)
+        ends = [*plain.roots, *plain.recomputed()]
         match = lead(plain.drawn, exported, dict(zip(ends, exported.outputs, strict=True)))
         graph, numbers, batch = self._start(found, exported)
         built = build(plain.drawn, ExportedArrays(exported, match), plain.given(numbers), graph)
         _refuse_custom_kernels(graph)
-        recomputing = self._recomputing(found, wrapped, exported, plain, built) if plain.recomputed else None
+        recomputing = (
+            self._recomputing(found, wrapped, exported, plain, built) if plain.tags.recomputed else None
+        )
         self._finish(plain, built, numbers, batch)
         watched = plain.numbered(built)
         label(graph, plain.tags.calls, watched, [built.ids[name] for name in plain.role("returned")])
@@ -221,16 +228,24 @@ class _Capturing:
         self, found: list[Leaf], wrapped: list[Any], exported: Exported, plain: _Drawing, built: Built
     ) -> Recomputing | None:
         """The step as it is, described by what it is when run plainly; None where the two part."""
-        real = self._draw(found, wrapped, None)
+        real = self._draw(found, wrapped, "real")
         graph, numbers, batch = self._start(found, exported)
         given = real.given(numbers)
         try:
             ends = _pairs(real, plain)
             keys = self._keys(found, plain, built)
             match = lead_along(
-                real.drawn, built.graph, given, [(a, built.ids[b]) for a, b in ends if b in built.needed], keys
+                real.drawn,
+                built.graph,
+                given,
+                [(a, built.ids[b]) for a, b in ends if b in built.needed],
+                keys,
             )
-        except Unlike:
+        except Unlike as unlike:
+            if not plain.tags.own_vjps:
+                self.warnings.append(
+                    f"the step's recomputes are counted by rule, not as MLX draws them ({unlike})"
+                )
             return None
         again = build(real.drawn, PlainArrays(built.graph, match), given, graph)
         recomputing = Recomputing(again, built.graph, match)
@@ -257,15 +272,18 @@ class _Capturing:
                 chain.append(key)
         return {begins: chain[-2]} if chain[-1] == begins and len(chain) > 1 else {}
 
-    def _draw(self, found: list[Leaf], wrapped: list[Any], exported: Exported | None) -> _Drawing:
+    def _draw(
+        self, found: list[Leaf], wrapped: list[Any], recompute: Recompute, exported: Exported | None = None
+    ) -> _Drawing:
         """Calls the step on placeholders and draws what it builds.
 
         Args:
             found: the state's arrays.
             wrapped: functions that ``mx.checkpoint`` made before.
-            exported: takes the export of the step, its recomputing calls run as plain code; None leaves them what they are.
+            recompute: what recomputing calls are taken for.
+            exported: takes the export of the step; what recomputes can only be drawn.
         """
-        tags = Tags(*_paths(self.modules), self.marked, recomputing=exported is None)
+        tags = Tags(*_paths(self.modules), self.marked, recompute=recompute)
         drawing, left = io.StringIO(), _Left()
 
         def traced(*tracers: mx.array) -> list[mx.array]:
@@ -278,7 +296,8 @@ class _Capturing:
             mx.export_to_dot(drawing, *tracers, *tags.constants, *tags.places, *ends, *looked_for)
             if exported is None:
                 raise _SeenEnough
-            return [*left.roots, *(tags.watched[number] for number in tags.recomputed)]
+            recomputed = [tags.watched[site.watched] for call in tags.recomputed for site in call.sites]
+            return [*left.roots, *recomputed]
 
         with suppress(_SeenEnough):
             self._export(exported or (lambda _: None), traced, found)
@@ -286,7 +305,11 @@ class _Capturing:
         tags.release()
         left.release()
         return _Drawing(
-            read_dot(drawing.getvalue()), tags, left, len(found) + len(list(leaves(self.arguments))), len(self.outside)
+            read_dot(drawing.getvalue()),
+            tags,
+            left,
+            len(found) + len(list(leaves(self.arguments))),
+            len(self.outside),
         )
 
     def _export(self, callback: Any, function: Any, found: list[Leaf]) -> None:
@@ -439,11 +462,17 @@ class _Drawing:
         """Drawn names of the watched arrays, by their number."""
         return self.drawn.ends[self.left.count + self.n_outside :]
 
-    @property
-    def recomputed(self) -> list[str]:
-        """Drawn names of what goes into and comes out of the calls that are recomputed."""
-        watched = self.watched
-        return [watched[number] for number in self.tags.recomputed]
+    def recomputed(self, as_in: Tags | None = None) -> list[str]:
+        """Drawn names of what goes into and comes out of the calls that are recomputed.
+
+        Args:
+            as_in: give them for each of these calls, the ones here that have the same number.
+        """
+        watched, calls = self.watched, self.tags.recomputed
+        if as_in is not None:
+            numbered = {call.number: call for call in calls if not call.again}
+            calls = [numbered[call.number] for call in as_in.recomputed if call.number in numbered]
+        return [watched[site.watched] for call in calls for site in call.sites]
 
     def role(self, name: str) -> list[str]:
         """Drawn names of what was ``returned``, ``evaluated``, ``held``, ``carried`` or is of the ``function``."""
@@ -458,7 +487,7 @@ class _Drawing:
         outside = self.drawn.ends[start : start + self.n_outside]
         return Given(
             inputs=dict(zip([*inputs, *outside], numbers, strict=True)),
-            marks={next(sources): number for number in range(self.tags.n_marks)},
+            marks=marks_from(self.drawn, {next(sources): number for number in range(self.tags.n_marks)}),
             stand_ins={next(sources): stand_in for stand_in in self.tags.stand_ins},
         )
 
@@ -476,7 +505,7 @@ def _pairs(real: _Drawing, plain: _Drawing) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for role in ("returned", "evaluated", "held", "function", "carried"):
         found += _zipped(real.role(role), plain.role(role))
-    return found + _zipped(real.recomputed, plain.recomputed)
+    return found + _zipped(real.recomputed(), plain.recomputed(as_in=real.tags))
 
 
 def _zipped(one: list[str], other: list[str]) -> list[tuple[str, str]]:

@@ -23,7 +23,6 @@ from oomguard.trace.remat import recompute_regions
 from oomguard.trace.result import Holder, Moment, Span, Timeline, TraceResult
 from oomguard.trace.startup import SYNCHRONIZER_DISPATCHES, dispatches_to_evaluate
 from oomguard.trace.steps import ALONE, Steps, Surroundings, graph_peak, within_update
-from oomguard.trace.tags import RECOMPUTING
 
 STEADY_STEPS = 3
 """Steps simulated after the first. Where the device's tasks end differs from one to the next."""
@@ -131,10 +130,8 @@ def capture_for(
             evaluate=evaluate,
             consumed=consumed,
             marked=marked | target.marked,
+            plain=plain,
         )
-    if plain:
-        captured.graph.regions = [r for r in captured.graph.regions if r.kind not in RECOMPUTING]
-        captured.recomputing = None
     before = dispatches_to_evaluate([*map(state_tree, state or ()), arguments])
     return captured, target, Surroundings(before=before)
 

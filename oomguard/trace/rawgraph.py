@@ -176,13 +176,22 @@ class Given:
 
     Attributes:
         inputs: ids of the arrays that are graph inputs already, whatever makes them.
-        marks: number of the mark each mark's constant belongs to.
+        marks: number of the mark that a constant belongs to, also once it has another dtype or shape.
         stand_ins: the primitive and its arguments that a ``Depends`` on a constant stands for.
     """
 
     inputs: dict[str, int]
     marks: dict[str, int]
     stand_ins: dict[str, tuple[str, tuple[Any, ...]]]
+
+
+def marks_from(drawn: Drawn, constants: dict[str, int]) -> dict[str, int]:
+    """The marks' constants by name, with the number of their mark, and what is made of nothing else."""
+    found = dict(constants)
+    for inputs, outputs in zip(drawn.inputs, drawn.outputs, strict=True):
+        if len(inputs) == 1 and inputs[0] in found:
+            found.update(dict.fromkeys(outputs, found[inputs[0]]))
+    return found
 
 
 class Described(Protocol):
@@ -244,15 +253,16 @@ class _Building:
     def __init__(self, drawn: Drawn, described: Described, given: Given, graph: Graph):
         self.drawn, self.described, self.graph = drawn, described, graph
         self.inputs, self.stand_ins = given.inputs, given.stand_ins
-        self.tags = dict(given.marks)
+        self.marks = given.marks
         self.built = Built(graph, dict(given.inputs), described)
 
     def run(self) -> Built:
         drawn, described = self.drawn, self.described
         for label, read, outputs in zip(drawn.primitives, drawn.inputs, drawn.outputs, strict=True):
-            if outputs[0] in self.inputs or not any(o in described for o in outputs):
+            known = outputs[0] in self.inputs or outputs[0] in self.marks
+            if known or not any(o in described for o in outputs):
                 continue
-            if read and (read[0] in self.tags or read[-1] in self.tags):
+            if read and (read[0] in self.marks or read[-1] in self.marks):
                 self._take_out_mark(label, read, outputs[0])
             else:
                 self._add(label, read, outputs)
@@ -270,13 +280,11 @@ class _Building:
 
     def _take_out_mark(self, label: str, read: list[str], output: str) -> None:
         """``array * constant`` in the forward, ``constant * cotangent`` in the backward."""
-        tags, ids = self.tags, self.built.ids
-        if len(read) == 1:  # the constant on its way: to another dtype, to another shape
-            tags[output] = tags[read[0]]
-        elif label != "Multiply":
+        marks, ids = self.marks, self.built.ids
+        if label != "Multiply":
             raise TraceError(f"a mark of the trace was read by {label}; please report it with the step")
-        elif read[0] in tags:
-            ids[output] = self.built.cotangents[tags[read[0]]] = self._array(read[1])
+        if read[0] in marks:
+            ids[output] = self.built.cotangents[marks[read[0]]] = self._array(read[1])
         else:
             ids[output] = self._array(read[0])
 

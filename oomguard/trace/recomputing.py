@@ -72,7 +72,7 @@ class _Leading:
     def __init__(self, drawn: Drawn, plain: Graph, given: Given, keys: dict[int, int]):
         self.drawn, self.plain, self.given, self.keys = drawn, plain, given, keys
         self.match: dict[str, int] = {}
-        self.marks = _marks(drawn, given)
+        self.marks = given.marks.keys()
 
     def run(self, roots: Iterable[tuple[str, int]]) -> dict[str, int]:
         drawn, match = self.drawn, self.match
@@ -128,7 +128,7 @@ class _Leading:
         return self.plain.arrays[array].producer
 
     def _lead_mark(self, inputs: list[str], outputs: list[str]) -> None:
-        """``array * constant`` in the forward, ``constant * cotangent`` in the backward: what is marked stands for it."""
+        """``array * constant`` in the forward, ``constant * cotangent`` in the backward: the array stands for it."""
         if len(inputs) == 2:
             self._meet(inputs[1 if inputs[0] in self.marks else 0], self.match[outputs[0]])
 
@@ -154,15 +154,6 @@ def _behind(graph: Graph, array: int) -> int:
     while found.producer is not None and found.producer.primitive in HAND_ON:
         found = graph.arrays[found.producer.inputs[found.position]]
     return found.id
-
-
-def _marks(drawn: Drawn, given: Given) -> set[str]:
-    """The constants of the marks, and what is made of nothing else: the constant in another dtype or shape."""
-    found = set(given.marks)
-    for inputs, outputs in zip(drawn.inputs, drawn.outputs, strict=True):
-        if len(inputs) == 1 and inputs[0] in found:
-            found.update(outputs)
-    return found
 
 
 @dataclass

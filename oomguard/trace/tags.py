@@ -12,7 +12,7 @@ call and a primitive of ``mx.fast`` with a VJP of its own do just that; plain co
 rewritten later is marked.
 
 ``mx.checkpoint`` and ``mx.custom_function`` cannot be exported. They run the function plainly, as a marked
-region, and a later pass gives them back their meaning.
+region; then the step is drawn once more with what they are (``recomputing``).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
-from oomguard.trace.containers import map_leaves
+from oomguard.trace.containers import leaves, map_leaves
 from oomguard.trace.experts import SORTED_GATHER
 from oomguard.trace.lower import CROSS_ENTROPY
 
@@ -48,6 +48,9 @@ RECOMPUTING = ("checkpoint", "custom_function")
 
 ALWAYS_MARKED = frozenset({*RECOMPUTING, SORTED_GATHER})
 
+Recompute = Literal["plain", "marked", "real"]
+"""How recomputing calls are run: as plain code, as plain code that is marked, or as they are, to be drawn only."""
+
 
 @dataclass(slots=True)
 class Site:
@@ -59,7 +62,11 @@ class Site:
 
 @dataclass(eq=False)
 class Call:
-    """One watched call, with the arrays that went in and that came out, in order; ``again`` in a recompute."""
+    """One watched call, with the arrays that went in and that came out, in order.
+
+    ``again`` says that it is part of a recompute. Calls that are recomputed are counted in the order of the forward;
+    ``number`` is that of the call, or of the one that it repeats.
+    """
 
     kind: str
     name: str
@@ -68,6 +75,7 @@ class Call:
     entering: list[Site] = field(default_factory=list)
     leaving: list[Site] = field(default_factory=list)
     again: bool = False
+    number: int | None = None
 
     @property
     def sites(self) -> list[Site]:
@@ -83,19 +91,20 @@ class Tags:
         blocks: dict[int, int],
         marked: frozenset[str],
         *,
-        recomputing: bool = False,
+        recompute: Recompute = "marked",
     ):
         """Args:
         modules: path of a module by ``id``.
         blocks: block index of a module by ``id``, for the layers of the model's layer list.
         marked: kinds of calls to mark, besides those that always are.
-        recomputing: leave ``mx.checkpoint`` and ``mx.custom_function`` what they are: such a step can be drawn, and
-            not exported.
+        recompute: what calls of ``mx.checkpoint`` and ``mx.custom_function`` are taken for.
         """
         self.modules = modules
         self.blocks = blocks
-        self.recomputing = recomputing
-        self.marked = (marked | {SORTED_GATHER}) - {"block"} if recomputing else marked | ALWAYS_MARKED
+        self.recompute = recompute
+        self.marked = marked | ALWAYS_MARKED
+        if recompute == "real":
+            self.marked -= {"block", *RECOMPUTING}
         self.calls: list[Call] = []
         self.watched: list[mx.array] = []
         self.constants: list[mx.array] = []
@@ -107,6 +116,9 @@ class Tags:
         self._stack: list[int] = []
         self._block = -1
         self._again = False
+        self._begun: list[Call] = []
+        self._repeated: Iterator[Call] | None = None
+        self._n_recomputed = 0
 
     def run(self, function: Callable[..., Any], call: Call, args: Any, kwargs: Any) -> Any:
         """Calls the function with what goes in and what comes out watched."""
@@ -140,10 +152,20 @@ class Tags:
             arrays.clear()
 
     @property
-    def recomputed(self) -> list[int]:
-        """Numbers of the arrays that go into and come out of recomputing calls, those of the forward."""
-        calls = [call for call in self.calls if call.kind in RECOMPUTING and not call.again]
-        return [site.watched for call in calls for site in call.sites]
+    def recomputed(self) -> list[Call]:
+        """The recomputing calls, those that repeat one of the forward among them."""
+        return [call for call in self.calls if call.number is not None]
+
+    def recomputing_call(self, kind: str, name: str) -> Call:
+        """A call that MLX recomputes: the next one of the forward, or what repeats one."""
+        call = Call(kind, name, self._block)
+        if self._repeated is None:
+            call.number = self._n_recomputed
+            self._n_recomputed += 1
+        elif (repeated := next(self._repeated, None)) is not None:
+            call.number = repeated.number
+        self._begun.append(call)
+        return call
 
     # -- what is replaced while a step is captured ------------------------------------------------------
 
@@ -267,32 +289,40 @@ class Tags:
         return gather_mm
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Calls made inside are part of a recompute."""
-        outer, self._again = self._again, True
+    def forward(self, begun: list[Call]) -> Iterator[None]:
+        """Recomputing calls made inside are added to ``begun``."""
+        outer, self._begun = self._begun, begun
         try:
             yield
         finally:
-            self._again = outer
+            self._begun = outer
+
+    @contextmanager
+    def again(self, begun: list[Call]) -> Iterator[None]:
+        """Calls made inside are part of a recompute, and recomputing ones repeat ``begun`` in order."""
+        outer = self._again, self._repeated, self._begun
+        self._again, self._repeated, self._begun = True, iter(begun), []
+        try:
+            yield
+        finally:
+            self._again, self._repeated, self._begun = outer
 
     def _checkpoint(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``mx.checkpoint`` while a step is captured."""
-        kind, name = "checkpoint", getattr(function, "__qualname__", type(function).__name__)
-        if self.recomputing:
-            return functools.wraps(function)(_Recomputed(self, kind, name, function, self._real[0]))
-
-        @functools.wraps(function)
-        def checkpointed(*args: Any, **kwargs: Any) -> Any:
-            return self.run(function, Call(kind, name, self._block), args, kwargs)
-
-        return checkpointed
+        name = getattr(function, "__qualname__", type(function).__name__)
+        return functools.wraps(function)(self._recomputing("checkpoint", name, function, self._real[0]))
 
     def _custom_function(self, function: Callable[..., Any]) -> Any:
         """``mx.custom_function`` while a step is captured."""
         name = getattr(function, "__qualname__", "custom_function")
-        if self.recomputing:
-            return _Recomputed(self, "custom_function", name, function, self._real[1])
-        return _PlainFunction(self, name, function)
+        return self._recomputing("custom_function", name, function, self._real[1])
+
+    def _recomputing(
+        self, kind: str, name: str, function: Callable[..., Any], real: Callable[..., Any]
+    ) -> _Recomputing:
+        if self.recompute == "real":
+            return _Recomputed(self, kind, name, function, real)
+        return _RunPlainly(self, kind, name, function)
 
     def _apply_gradients(self, original: Callable[..., Any]) -> Callable[..., Any]:
         depth = 0
@@ -314,65 +344,81 @@ class Tags:
         return apply_gradients
 
 
-class _Recomputed:
-    """A function that MLX recomputes: every call but that of the forward is watched as one of a recompute."""
+class _Recomputing:
+    """What ``mx.checkpoint`` or ``mx.custom_function`` made of a function."""
+
+    def __init__(self, tags: Tags, kind: str, name: str, function: Callable[..., Any]):
+        self.tags, self.kind, self.name, self.function = tags, kind, name, function
+        self.transforms: dict[str, Callable[..., Any]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def vjp(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        self.transforms["vjp"] = function
+        return function
+
+    def jvp(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        self.transforms["jvp"] = function
+        return function
+
+    def vmap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        self.transforms["vmap"] = function
+        return function
+
+
+class _Recomputed(_Recomputing):
+    """MLX recomputes it: every call but that of the forward is watched as one of a recompute."""
 
     def __init__(
         self, tags: Tags, kind: str, name: str, function: Callable[..., Any], real: Callable[..., Any]
     ):
-        self._tags, self._kind, self._name, self._function = tags, kind, name, function
-        self._forward = False
-        self._real = real(self._called)
+        super().__init__(tags, kind, name, function)
+        self._real = (real,)  # in a tuple, where ``_everywhere`` does not look
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._forward = True
-        return self._tags.run(self._real, Call(self._kind, self._name, self._tags._block), args, kwargs)
+        # One transformed function for each call, so that a recompute is known to be of that call.
+        tags, function = self.tags, self.function
+        begun: list[Call] = []
+        runs = iter((tags.forward,))
 
-    def _called(self, *args: Any, **kwargs: Any) -> Any:
-        if self._forward:
-            self._forward = False
-            return self._function(*args, **kwargs)
-        with self._tags.again():
-            return self._function(*args, **kwargs)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with next(runs, tags.again)(begun):
+                return function(*args, **kwargs)
 
-    def vjp(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def vjp(*args: Any) -> Any:
-            with self._tags.again():
-                return function(*args)
+        real = self._real[0](called)
+        for name, transform in self.transforms.items():
+            getattr(real, name)(self._watched(transform, begun))
+        return tags.run(real, tags.recomputing_call(self.kind, self.name), args, kwargs)
 
-        self._real.vjp(vjp)
-        return function
+    def _watched(self, transform: Callable[..., Any], begun: list[Call]) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            with self.tags.again(begun):
+                return transform(*args)
 
-    def jvp(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        self._real.jvp(function)
-        return function
-
-    def vmap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        self._real.vmap(function)
-        return function
+        return watched
 
 
-class _PlainFunction:
-    """A custom function that runs plainly, and remembers that a VJP of its own was given."""
-
-    def __init__(self, tags: Tags, name: str, function: Callable[..., Any]):
-        self._tags, self._name, self._function = tags, name, function
+class _RunPlainly(_Recomputing):
+    """It runs as plain code."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = Call("custom_function", self._name, self._tags._block)
-        return self._tags.run(self._function, call, args, kwargs)
+        tags = self.tags
+        vjp = self.transforms.get("vjp")
+        if vjp is not None and not vjp.__module__.startswith("oomguard."):
+            tags.own_vjps.append(self.name)
+        if tags.recompute == "plain":
+            return self.function(*args, **kwargs)
+        return tags.run(self._joined, tags.recomputing_call(self.kind, self.name), args, kwargs)
 
-    def vjp(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        if not function.__module__.startswith("oomguard."):
-            self._tags.own_vjps.append(self._name)
-        return function
-
-    def jvp(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return function
-
-    def vmap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return function
+    def _joined(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns; of several arrays each is differentiated where one is, from zeros if need be."""
+        returned = self.function(*args, **kwargs)
+        arrays = list(leaves(returned))
+        if len(arrays) < 2:
+            return returned
+        joined = iter(mx.depends(arrays, [mx.array(0)]))
+        return map_leaves(returned, lambda _: next(joined))
 
 
 @contextmanager
