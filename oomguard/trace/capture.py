@@ -23,6 +23,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 
 from oomguard.errors import TraceError
+from oomguard.trace.compiled import runs_compiled
 from oomguard.trace.containers import (
     Leaf,
     Snapshot,
@@ -51,7 +52,16 @@ from oomguard.trace.rawgraph import (
     read_dot,
 )
 from oomguard.trace.recomputing import PlainArrays, Recomputing, Unlike, lead_along
-from oomguard.trace.tags import EVERY_REGION, RECOMPUTING, Call, Recompute, Site, Tags, checkpointed_functions
+from oomguard.trace.tags import (
+    EVERY_REGION,
+    RECOMPUTING,
+    Call,
+    Recompute,
+    Site,
+    Tags,
+    checkpointed_functions,
+    transformed_functions,
+)
 
 Evaluate = Callable[[Any, list[Any]], Any]
 """(what the step returned, the state) to a tree: what the caller hands to ``mx.eval``, in that order."""
@@ -145,11 +155,6 @@ class _Capturing:
         self.marked: frozenset[str] = frozenset()
         self.recompute: Recompute = "marked"
         reached = discover(self.step)
-        if not self.compiled and any(_updates_state(o) for o in reached):
-            self.compiled = True
-            self.warnings.append(
-                "the step calls a function that mx.compile made; all of the step is traced as compiled"
-            )
         objects = self.objects = [o for o in reached if isinstance(o, nn.Module | optim.Optimizer)]
         self.state = list(state) if state is not None else _captured_state(parts, objects)
         self.function_state = _listed(parts[2]) if parts else self.state
@@ -285,9 +290,10 @@ class _Capturing:
         """
         tags = Tags(*_paths(self.modules), self.marked, recompute=recompute)
         drawing, left = io.StringIO(), _Left()
+        transformed = None if self.compiled else transformed_functions()
 
         def traced(*tracers: mx.array) -> list[mx.array]:
-            with tags.installed(_called_classes(self.modules), wrapped):
+            with tags.installed(_called_classes(self.modules), wrapped, transformed):
                 returned = self._call(found, tracers)
             left.read(self, returned, found)
             ends = [mx.stop_gradient(array) for array in left.roots]
@@ -346,7 +352,9 @@ class _Capturing:
         roots = [built.ids[name] for name in drawing.roots]
         evaluation = graph.evaluate([roots[r] for r in left.evaluated], held=[roots[r] for r in left.held])
         evaluation.held.update(batch)
-        graph.regions = _regions(drawing.tags.calls, drawing.numbered(built), built.cotangents)
+        watched = drawing.numbered(built)
+        regions = _regions(drawing.tags.calls, watched, built.cotangents)
+        graph.regions = [r for r in regions if r.kind != "compile" or _runs_compiled(graph, r, watched)]
         graph.function_outputs = [roots[r] for r in left.function]
         graph.carries = {numbers[k]: roots[r] for k, r in enumerate(left.carried)}
         graph.remove_dead()
@@ -539,21 +547,22 @@ def _regions(calls: list[Call], watched: dict[int, int], cotangents: dict[int, i
         region = Region(call.kind, call.name, [], [], call.block, call.arguments)
         region.inputs, region.gradients = ends(call.entering)
         region.outputs, region.cotangents = ends(call.leaving)
-        if region.outputs and call.kind not in ("module", "gradients"):
+        if region.outputs and call.kind not in ("module", "gradients", "transform"):
             found.append(region)
     return found
+
+
+def _runs_compiled(graph: Graph, region: Region, watched: dict[int, int]) -> bool:
+    """Whether a watched call of a compiled function is not plain code, as it is inside of gradients."""
+    within: tuple[Call, ...] = region.arguments.pop("within", ())
+    given = [watched[site.watched] for call in within for site in call.entering if site.watched in watched]
+    return runs_compiled(graph, region, given)
 
 
 def _captured_state(parts: Any, objects: list[Any]) -> list[Any]:
     if parts and parts[1] is not None:
         return _listed(parts[1])
     return objects
-
-
-def _updates_state(value: Any) -> bool:
-    """Whether it is a compiled function that captured outputs: a step, not an activation function."""
-    parts = compiled_parts(value)
-    return parts is not None and parts[2] is not None
 
 
 def _listed(tree: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 from oomguard.trace.backends import Machine, capturing, simulated
 from oomguard.trace.capture import Capture, Evaluate, capture, returned_then_state
 from oomguard.trace.collector import collector_paused
+from oomguard.trace.compiled import compile_regions
 from oomguard.trace.containers import leaves, state_tree
 from oomguard.trace.fuse import compile_graph
 from oomguard.trace.graph import Graph
@@ -232,6 +233,8 @@ def prepare(graph: Graph, *, compiled: bool, device: Device) -> Program:
         compile_graph(graph, device.fusion)
         # The compiled function keeps its constants from call to call.
         graph.evaluations[0].held.update(a.id for a in graph.arrays if a.kind == "constant")
+    else:
+        compile_regions(graph, device.fusion)
     _name_new_state(graph)
     return Program(graph, device)
 

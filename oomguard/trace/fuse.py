@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from oomguard.trace.graph import Array, Graph, Node, Shape
+from oomguard.trace.graph import Array, Graph, Node, Shape, followed
 from oomguard.trace.simplify import Tape, run, tape
 
 MAX_DEPTH = 11
@@ -46,15 +46,17 @@ class Fusion:
 NEWEST = Fusion()
 
 
-def compile_graph(graph: Graph, fusion: Fusion = NEWEST) -> None:
+def compile_graph(graph: Graph, fusion: Fusion = NEWEST) -> dict[int, int]:
     """Simplifies and fuses a graph in place: what ``mx.compile`` makes of a function.
 
-    ``graph.function_outputs`` are the function's outputs, in its order.
+    ``graph.function_outputs`` are the function's outputs, in its order. Returns what stands for arrays that were
+    merged or dropped.
     """
     held = tape(graph)
     run(held)
     _Kernels(held, fusion).run()
     held.write_back()
+    return followed(held.moved)
 
 
 def fuse(graph: Graph, fusion: Fusion = NEWEST) -> None:

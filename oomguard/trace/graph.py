@@ -321,7 +321,7 @@ class Graph:
         """Replaces many arrays everywhere, following chains (a to b, b to c). The old producers stay."""
         if not mapping:
             return
-        final = _followed(mapping)
+        final = followed(mapping)
         get = final.get
         for node in self.nodes:
             node.inputs = [get(i, i) for i in node.inputs]
@@ -329,7 +329,7 @@ class Graph:
 
     def redirect(self, mapping: dict[int, int]) -> None:
         """``replace_all`` for all but the nodes, which read the new arrays already."""
-        get = _followed(mapping).get
+        get = followed(mapping).get
         self.function_outputs = [get(i, i) for i in self.function_outputs]
         self.carries = {before: get(after, after) for before, after in self.carries.items()}
         for evaluation in self.evaluations:
@@ -502,7 +502,7 @@ class Graph:
         return "\n".join(lines)
 
 
-def _followed(mapping: dict[int, int]) -> dict[int, int]:
+def followed(mapping: dict[int, int]) -> dict[int, int]:
     """The mapping with chains (a to b, b to c) followed to their ends, each looked at once."""
     final: dict[int, int] = {}
     for start in mapping:

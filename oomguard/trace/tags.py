@@ -22,7 +22,7 @@ import functools
 import gc
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
-from oomguard.trace.containers import leaves, map_leaves
+from oomguard.trace.containers import compiled_parts, leaves, map_leaves
 from oomguard.trace.experts import SORTED_GATHER
 from oomguard.trace.lower import CROSS_ENTROPY
 
@@ -47,6 +47,9 @@ RECOMPUTING = ("checkpoint", "custom_function")
 """Kinds of regions that a step recomputes by itself."""
 
 ALWAYS_MARKED = frozenset({*RECOMPUTING, SORTED_GATHER})
+
+TRANSFORMS = ("compile", "grad", "value_and_grad", "vmap")
+"""Functions of ``mlx.core`` that make another function of one."""
 
 Recompute = Literal["plain", "marked", "real"]
 """How recomputing calls are run: as plain code, as plain code that is marked, or as they are, to be drawn only."""
@@ -116,6 +119,7 @@ class Tags:
         self._stack: list[int] = []
         self._block = -1
         self._again = False
+        self._transforming: list[Call] = []
         self._begun: list[Call] = []
         self._repeated: Iterator[Call] | None = None
         self._n_recomputed = 0
@@ -170,14 +174,21 @@ class Tags:
     # -- what is replaced while a step is captured ------------------------------------------------------
 
     @contextmanager
-    def installed(self, module_classes: set[type], wrapped: list[Any]) -> Iterator[None]:
+    def installed(
+        self, module_classes: set[type], wrapped: list[Any], transformed: list[Any] | None = None
+    ) -> Iterator[None]:
         """Replaces calls by marked ones, everywhere they are referred to, and undoes it on leaving.
 
         Args:
             module_classes: those whose ``__call__`` is marked.
             wrapped: functions that ``mx.checkpoint`` made before, from ``checkpointed_functions``.
+            transformed: functions that ``mx.compile`` or a gradient made before, from ``transformed_functions``; None
+                where the step is compiled itself, as then those inside it are plain code.
         """
         with ExitStack() as stack:
+            stack.enter_context(_nothing_compiles())
+            if transformed is not None:
+                stack.enter_context(self._compiled_calls(transformed))
             for cls in module_classes:
                 stack.enter_context(_attribute(cls, "__call__", self._module_call(cls.__dict__["__call__"])))
             for name in FAST:
@@ -324,6 +335,50 @@ class Tags:
             return _Recomputed(self, kind, name, function, real)
         return _RunPlainly(self, kind, name, function)
 
+    def _compiled_calls(self, transformed: list[Any]) -> AbstractContextManager[None]:
+        """Watches the calls of compiled functions, and those of gradients, in which they are plain code."""
+        made_before = {id(f): (f, _Transformed(self, f)) for f in transformed}
+        makers: dict[int, tuple[Any, Any]] = {}
+        for name in TRANSFORMS:
+            maker = getattr(mx, name)
+            makers[id(maker)] = (maker, functools.wraps(maker)(_Maker(self, maker)))
+        for name in ("vjp", "jvp"):
+            call = getattr(mx, name)
+            makers[id(call)] = (call, functools.wraps(call)(_Transformed(self, call)))
+        return _replaced({**made_before, **makers})
+
+    @contextmanager
+    def transforming(self, call: Call) -> Iterator[None]:
+        """Inside, a function is differentiated or compiled with respect to the call's arrays."""
+        self._transforming.append(call)
+        try:
+            yield
+        finally:
+            self._transforming.pop()
+
+    def transformed_call(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Calls what ``mx.compile`` or a gradient made of a function."""
+        compiled = compiled_parts(function)
+        if compiled is None:
+            call = Call("transform", type(function).__name__, self._block)
+            call.again = self._again
+            self.calls.append(call)
+            self.watch((args, kwargs), call, call.entering)
+            with self.transforming(call):
+                return function(*args, **kwargs)
+        inner, captured, left = compiled
+        if any(call.kind == "compile" for call in self._transforming):
+            return function(*args, **kwargs)
+        call = Call("compile", getattr(inner, "__qualname__", "compiled"), self._block)
+        call.again = self._again
+        call.arguments = {"within": tuple(self._transforming)}
+        self.calls.append(call)
+        self.watch((args, kwargs, _plain_tree(captured)), call, call.entering)
+        with self.transforming(call):
+            returned = function(*args, **kwargs)
+        self.watch((returned, _plain_tree(left)), call, call.leaving)
+        return returned
+
     def _apply_gradients(self, original: Callable[..., Any]) -> Callable[..., Any]:
         depth = 0
 
@@ -342,6 +397,34 @@ class Tags:
                 depth -= 1
 
         return apply_gradients
+
+
+class _Transformed:
+    """What ``mx.compile`` or a gradient made of a function, its calls watched."""
+
+    def __init__(self, tags: Tags, function: Any):
+        self._tags, self._function = tags, (function,)  # in a tuple, where nothing is replaced
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tags.transformed_call(self._function[0], args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function[0], name)
+
+
+class _Maker:
+    """``mx.compile``, ``mx.grad``, ...: what it makes while a step is captured is watched too."""
+
+    def __init__(self, tags: Tags, maker: Any):
+        self._tags, self._maker = tags, (maker,)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _Transformed(self._tags, self._maker[0](*args, **kwargs))
+
+
+def _plain_tree(tree: Any) -> Any:
+    """Modules as dictionaries, so that their arrays are found."""
+    return [*leaves(tree)]
 
 
 class _Recomputing:
@@ -455,19 +538,52 @@ def _is_checkpoint(function: Any) -> bool:
 
 
 @contextmanager
-def _everywhere(original: Any, replacement: Any) -> Iterator[None]:
+def _nothing_compiles() -> Iterator[None]:
+    """Compiled functions run as plain code, also on arrays that are not traced: a fused kernel cannot be exported."""
+    calls = 0
+
+    @mx.compile
+    def probe(array: mx.array) -> mx.array:
+        nonlocal calls
+        calls += 1
+        return array
+
+    for _ in range(2):
+        probe(mx.array(0))
+    if calls > 1:  # so they do already
+        yield
+        return
+    mx.disable_compile()
+    try:
+        yield
+    finally:
+        mx.enable_compile()
+
+
+def transformed_functions() -> list[Any]:
+    """Functions that MLX made of others before the capture began: compiled, differentiated, mapped."""
+    return [o for o in gc.get_objects() if type(o).__name__ == "_gc_func"]
+
+
+def _everywhere(original: Any, replacement: Any) -> AbstractContextManager[None]:
     """Replaces an object in every dictionary and closure that refers to it."""
+    return _replaced({id(original): (original, replacement)})
+
+
+@contextmanager
+def _replaced(objects: dict[int, tuple[Any, Any]]) -> Iterator[None]:
+    """Replaces objects, by their ``id``, in every dictionary and closure that refers to them."""
     undo: list[Callable[[], None]] = []
-    for referrer in gc.get_referrers(original):
+    for referrer in gc.get_referrers(*(pair[0] for pair in objects.values())):
         if isinstance(referrer, dict):
-            # A loop, not a comprehension: that would put ``original`` itself in a closure to be replaced.
+            # A loop, not a comprehension: that would put an original itself in a closure to be replaced.
             for key, value in list(referrer.items()):
-                if value is original:
-                    referrer[key] = replacement
-                    undo.append(functools.partial(referrer.__setitem__, key, original))
-        elif isinstance(referrer, types.CellType) and referrer.cell_contents is original:
-            referrer.cell_contents = replacement
-            undo.append(functools.partial(setattr, referrer, "cell_contents", original))
+                if id(value) in objects:
+                    referrer[key] = objects[id(value)][1]
+                    undo.append(functools.partial(referrer.__setitem__, key, value))
+        elif isinstance(referrer, types.CellType) and id(referrer.cell_contents) in objects:
+            undo.append(functools.partial(setattr, referrer, "cell_contents", referrer.cell_contents))
+            referrer.cell_contents = objects[id(referrer.cell_contents)][1]
     try:
         yield
     finally:
