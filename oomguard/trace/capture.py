@@ -37,7 +37,8 @@ from oomguard.trace.containers import (
 from oomguard.trace.experts import restore_sorted_gathers
 from oomguard.trace.graph import Graph, Kind, Region
 from oomguard.trace.label import label
-from oomguard.trace.rawgraph import Exported, Given, build, dtype_name, lead, read_dot
+from oomguard.trace.lower import LOWERED
+from oomguard.trace.rawgraph import Built, Exported, Given, build, dtype_name, lead, read_dot
 from oomguard.trace.tags import EVERY_REGION, Call, Site, Tags, checkpointed_functions
 
 Evaluate = Callable[[Any, list[Any]], Any]
@@ -248,8 +249,13 @@ class _Capturing:
         roots = [built.ids[name] for name in ends]
         evaluation = graph.evaluate([roots[r] for r in left.evaluated], held=[roots[r] for r in left.held])
         evaluation.held.update(batch)
-        watches = enumerate(drawn.ends[len(ends) + len(outside) :])
-        watched = {number: built.ids[name] for number, name in watches if name in match and name in built.ids}
+        names = drawn.ends[len(ends) + len(outside) :]
+        watched = {
+            number: built.ids[name]
+            for number, name in enumerate(names)
+            if name in match and name in built.ids
+        }
+        watched |= _seen_by_the_backward(tags, watched, dict(enumerate(names)), built)
         graph.regions = _regions(tags.calls, watched, built.cotangents)
         graph.function_outputs = [roots[r] for r in left.function]
         graph.carries = {numbers[k]: roots[r] for k, r in enumerate(left.carried)}
@@ -331,6 +337,28 @@ class _Left:
                 self.roots.append(array)
             positions.append(self._positions[id(array)])
         return positions
+
+
+def _seen_by_the_backward(
+    tags: Tags, watched: dict[int, int], names: dict[int, str], built: Built
+) -> dict[int, int]:
+    """What goes into and comes out of a call of which only the backward is needed, as in ``mx.grad``.
+
+    A CPU's backward reads what the call made on its way, and its output may be read by nobody; the primitive that a
+    GPU has for the call gives its VJP that output. So it has a place in the graph, which nothing makes yet.
+    """
+    found = {}
+    for call in tags.calls:
+        if call.kind not in LOWERED:
+            continue
+        for site in (*call.entering, *call.leaving):
+            if site.watched not in watched and site.mark in built.cotangents:
+                array = tags.watched[site.watched]
+                known = built.ids.get(names[site.watched])
+                if known is None:
+                    known = built.graph.array(tuple(array.shape), dtype_name(array.dtype), "state")
+                found[site.watched] = known
+    return found
 
 
 def _regions(calls: list[Call], watched: dict[int, int], cotangents: dict[int, int]) -> list[Region]:
