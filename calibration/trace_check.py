@@ -148,6 +148,7 @@ def trace_row(row: Row) -> tuple[int, int, bool, str]:
     from oomguard.calibration.cases import build_case
     from oomguard.model.step import build_step
     from oomguard.trace.engine import STEADY_STEPS, trace_built
+    from oomguard.trace.memory import CPU
 
     built: Any
     try:
@@ -156,7 +157,7 @@ def trace_row(row: Row) -> tuple[int, int, bool, str]:
         else:
             built = build_case(row.case or "", evaluated=False)
         # As many steps as were measured: where tasks end, and with it the peak, differs from one to the next.
-        found = trace_built(built, device="cpu", steady_steps=row.steps or STEADY_STEPS)
+        found = trace_built(built, device=CPU, steady_steps=row.steps or STEADY_STEPS)
     except OomguardError as error:
         return 0, 0, False, str(error)
     return found.peak_bytes, found.sequenced_peak_bytes, found.compiled, ""

@@ -114,6 +114,8 @@ def _run(run: LabelledTrace, names: list[str]) -> dict[str, Any]:
         "inFlight": result.in_flight_bytes,
         "state": result.state_bytes,
         "largest": result.largest_buffer_bytes,
+        "allowed": result.largest_allowed_bytes,
+        "tooLarge": result.buffer_fits is False,
         "primitives": result.primitives,
         "warnings": list(dict.fromkeys(result.warnings)),
         "series": _series(result, names),
