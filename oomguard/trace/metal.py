@@ -94,6 +94,8 @@ def device(
     *,
     memory_limit: int | None = None,
     largest_buffer: int | None = None,
+    fused_attention: bool | None = None,
+    fused_cross_entropy: bool | None = None,
     native: bool = False,
 ) -> Device:
     """The simulator's view of a chip under an MLX release.
@@ -103,8 +105,10 @@ def device(
         mlx: decides which rules hold.
         memory_limit: MLX's own on the machine, in bytes, which is also the cache's; None for out of reach.
         largest_buffer: the most bytes that Metal hands out in one buffer; None for no bound.
+        fused_attention, fused_cross_entropy: as for ``Target``; by default as the release has them.
         native: steps are captured on a Mac, whose graph is Metal's already.
     """
+    target = Target("metal", mlx, fused_attention, fused_cross_entropy)
     return Device(
         "metal",
         rules(chip, mlx),
@@ -112,7 +116,7 @@ def device(
         round_to_pages,
         OUT_OF_REACH if memory_limit is None else memory_limit,
         PAGE_BYTES,
-        Graph.copy if native else partial(lower, target=Target("metal", mlx)),
+        Graph.copy if native else partial(lower, target=target),
         Fusion.of(mlx),
         frozenset() if native else LOWERED,
         memory_limit,
