@@ -102,7 +102,10 @@ def gated_delta(tokens: int, key_heads: int, value_heads: int, dim: int, segment
         q, k = (mx.repeat(x, value_heads // key_heads, axis=-2) for x in (q, k))
         outputs = []
         for start in range(0, tokens, segment):
-            y, state = again(*(x[:, start : start + segment] for x in (q, k, v, g, beta)), state)
+            q_part, k_part, v_part, g_part, beta_part = (
+                x[:, start : start + segment] for x in (q, k, v, g, beta)
+            )
+            y, state = again(q_part, k_part, v_part, g_part, beta_part, state)
             outputs.append(y)
         return mx.concatenate(outputs, axis=1).astype(mx.float32).sum()
 

@@ -6,8 +6,8 @@ the residual stream is float32, whatever the weights are, and with it every acti
 block, the last among them, adds a second embedding of the tokens to its values. Masks are additive, in float32, made
 once and kept.
 
-A step is not compiled: loss and gradients are evaluated, then the update by itself, which holds no activation. The
-loss of the evaluation is not compiled either; its batch is larger, so it often sets the peak of a run.
+A step is not compiled: loss and gradients of each micro-batch are evaluated, then the update by itself, which holds no
+activation. The loss of the evaluation is not compiled either; its batch is larger, so it often sets the peak of a run.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class ScratchGPT(nn.Module):
         with_values = [config.embeds_values(i) for i in range(config.depth)]
         self.blocks = [_Block(config, embeds) for embeds in with_values]
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
-        self.values = {
+        self.value_embeddings = {
             str(i): nn.Embedding(config.vocab, config.dim) for i, embeds in enumerate(with_values) if embeds
         }
         self.set_dtype(mx.bfloat16)
@@ -125,7 +125,7 @@ class ScratchGPT(nn.Module):
         x = first = rms(self.embedding(tokens))
         for i, block in enumerate(self.blocks):
             x = self.residual_scales[i] * x + self.first_scales[i] * first
-            embedded = self.values[str(i)](tokens) if str(i) in self.values else None
+            embedded = self.value_embeddings[str(i)](tokens) if str(i) in self.value_embeddings else None
             x = block(x, embedded, self._masks[i % 2])
         logits = self.head(rms(x)).astype(mx.float32)
         if self.logit_cap:
@@ -140,7 +140,7 @@ class ScratchGPT(nn.Module):
 class ScratchCall:
     """One evaluation of a run: call ``step(*arguments)``, and evaluate what it returns.
 
-    ``held`` is what the script keeps besides the model: moments in float32, and the last gradients.
+    ``held`` is what the script keeps besides the model: moments in float32, and gradients of micro-batches before.
     """
 
     step: Callable[..., Any]
@@ -153,29 +153,32 @@ class ScratchCall:
         return returned
 
 
-def training_call(config: ScratchConfig, batch: int) -> ScratchCall:
-    """Loss and gradients of a batch."""
+def training_call(config: ScratchConfig, batch: int, accumulate: int) -> ScratchCall:
+    """Loss and gradients of the last micro-batch of an update, beside the sum of those before."""
     model = ScratchGPT(config)
 
     def loss(model: ScratchGPT, tokens: mx.array, targets: mx.array) -> mx.array:
         return model(tokens, targets).sum() / mx.maximum((targets != -1).sum(), 1)
 
     gradients_of = nn.value_and_grad(model, loss)
-    arguments = _batch(batch, config.tokens)
+    held = [*_moments(model), *(_gradients(model) if accumulate > 1 else [])]
     return ScratchCall(
-        lambda tokens, targets: gradients_of(model, tokens, targets), arguments, _moments(model), model
+        lambda tokens, targets: gradients_of(model, tokens, targets),
+        _batch(batch, config.tokens),
+        held,
+        model,
     )
 
 
-def evaluation_call(config: ScratchConfig, batch: int) -> ScratchCall:
-    """The summed loss of a batch, of the tokens that stand for bytes."""
+def evaluation_call(config: ScratchConfig, batch: int, accumulate: int) -> ScratchCall:
+    """The summed loss of a batch, of the tokens that stand for bytes, beside the last gradients and their sum."""
     model = ScratchGPT(config)
 
     def losses(tokens: mx.array, targets: mx.array, token_bytes: mx.array) -> mx.array:
         per_token = model(tokens, targets).reshape(-1)
         return (per_token * (mx.take(token_bytes, targets.reshape(-1), axis=0) > 0)).sum()
 
-    gradients = [mx.zeros_like(p) for _, p in tree_flatten(model.parameters())]
+    gradients = [g for _ in range(min(2, accumulate)) for g in _gradients(model)]
     arguments = (*_batch(batch, config.tokens), mx.zeros((config.vocab,), mx.int32))
     return ScratchCall(losses, arguments, [*_moments(model), *gradients], model)
 
@@ -185,4 +188,13 @@ def _batch(batch: int, tokens: int) -> tuple[mx.array, mx.array]:
 
 
 def _moments(model: nn.Module) -> list[mx.array]:
-    return [mx.zeros(p.shape) for _, p in tree_flatten(model.parameters()) for _ in range(2)]
+    return [mx.zeros(p.shape) for p in _parameters(model) for _ in range(2)]
+
+
+def _gradients(model: nn.Module) -> list[mx.array]:
+    return [mx.zeros_like(p) for p in _parameters(model)]
+
+
+def _parameters(model: nn.Module) -> list[mx.array]:
+    flat: list[tuple[str, mx.array]] = tree_flatten(model.parameters())  # type: ignore[assignment]
+    return [parameter for _, parameter in flat]
