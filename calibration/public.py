@@ -239,9 +239,9 @@ def _captures(row: Published) -> Iterator[tuple[Capture, bool]]:
         operation, arguments = row.build()
         yield _captured(lambda *given: operation(*given), arguments, []), False
     elif isinstance(row, ScratchRow):
-        calls = [training_call(row.config, row.batch)]
+        calls = [training_call(row.config, row.batch, row.accumulate)]
         if row.evaluation_batch is not None:
-            calls.append(evaluation_call(row.config, row.evaluation_batch))
+            calls.append(evaluation_call(row.config, row.evaluation_batch, row.accumulate))
         for call in calls:
             yield _captured(call.step, call.arguments, [call.model, call.held], call.evaluated), False
     elif isinstance(row, PublicRow):

@@ -46,6 +46,7 @@ MORE_ROWS = Path(__file__).parent / "public_peaks_2.jsonl"
 CHIP_SIZES = {"Pro": "s", "Max": "s", "Ultra": "d", "": "g"}
 GENERATIONS = {"M1": 13, "M2": 14, "M3": 15, "M4": 16, "M5": 17}
 DEFAULT_RANK = 8
+SCRIPT_TOKENS = 1 << 16  # of an update, in the script that runs from scratch go back to
 DEFAULT_MLX: Version = (0, 31, 2)
 
 RELEASES: dict[str, Version] = {
@@ -164,6 +165,7 @@ class ScratchRow(Published):
     """A run from scratch: its peak is that of a training step or, with a larger batch, of an evaluation."""
 
     config: ScratchConfig
+    accumulate: int
     evaluation_batch: int | None
 
     @property
@@ -244,7 +246,7 @@ def understood(row: dict[str, Any]) -> PublicRow | None:
 
 def _from_scratch(row: dict[str, Any]) -> ScratchRow:
     """A run of the script's model: four blocks of 64 times as many channels as blocks, an MLP of four times the width,
-    relu squared, and no bound of the logits, where the report says nothing else.
+    relu squared, no bound of the logits, and 65,536 tokens an update, where the report says nothing else.
     """
     text = str(row["model"])
     depth = _said(r"depth ?(\d+)", text, 4)
@@ -258,7 +260,15 @@ def _from_scratch(row: dict[str, Any]) -> ScratchRow:
         vocab=row["vocab"],
         tokens=row["actual_T"],
     )
-    return ScratchRow(**_common(row), tokens=config.tokens, config=config, evaluation_batch=row.get("evalB"))
+    common = _common(row)
+    micro_batches = max(1, SCRIPT_TOKENS // (common["batch"] * config.tokens))
+    return ScratchRow(
+        **common,
+        tokens=config.tokens,
+        config=config,
+        accumulate=row.get("accumulate", micro_batches),
+        evaluation_batch=row.get("evalB"),
+    )
 
 
 def _operation(row: dict[str, Any]) -> OpRow:
