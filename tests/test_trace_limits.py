@@ -12,6 +12,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 from test_trace_cli import run, run_json
+from test_trace_report_page import browse, needs_browser
 from trace_fakes import small_report, small_result
 
 import oomguard
@@ -172,6 +173,21 @@ def test_page_is_told_of_a_buffer_that_is_too_large() -> None:
     assert "one buffer takes 20.0 MiB" in trace_html(report)
     assert trace_json(report)["fits"] is False
     assert page_data(small_report())["runs"][0]["tooLarge"] is False
+
+
+@needs_browser
+def test_browser_shows_a_buffer_that_is_too_large_and_the_limit_that_held_the_peak_down(
+    tmp_path: Path,
+) -> None:
+    result = too_large(memory_limit_bytes=46 * MIB, waited_at_limit=True)
+    page = trace_html(
+        small_report(asked=LabelledTrace("none", "no recompute", result), budget_bytes=64 * MIB)
+    )
+    shown = browse(tmp_path, page)
+    assert shown.console == []
+    assert "one buffer of 20.0 MiB, 16.0 MiB at most" in shown.texts("over")
+    assert "held down by the memory limit of 46.0 MiB" in " ".join(shown.texts("facts"))
+    assert "held down" not in browse(tmp_path, trace_html(small_report())).dom.split("<script", 1)[0]
 
 
 # -- the memory limit ----------------------------------------------------------------------------------------

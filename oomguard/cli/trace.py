@@ -56,13 +56,13 @@ DESCRIBES = ("batch", "grad_checkpoint", "accumulate", "ctx_tokens", "optimizer"
 @click.option("--accumulate", type=COUNT, default="1", show_default=True, help="Micro-batches of an update.")
 @step_options
 @device_option
-@click.option("--memory-limit", type=SIZE, help="As given to mx.set_memory_limit.")
+@click.option("--memory-limit", type=SIZE, help="As given to mx.set_memory_limit; MLX's own there without.")
 @click.option("--sequenced", is_flag=True, help="--memory-limit 0: hardly anything runs ahead.")
 @click.option(
     "--budget",
     type=MEMORY_OR_AUTO,
-    help="Hold the peak against this: 16GB, 900MiB; auto is what the device has. Over it, exit status 1, and "
-    "the checkpointing that fits is named.",
+    help="Hold the peak against this: 16GB, 900MiB; auto is what the device has. Over it, or with a buffer larger "
+    "than the device hands out, exit status 1, and the checkpointing that fits is named.",
 )
 @click.option(
     "--compare", type=POLICY, metavar="POLICY", help="The same step with this checkpointing beside it."

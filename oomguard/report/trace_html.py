@@ -116,6 +116,7 @@ def _run(run: LabelledTrace, names: list[str]) -> dict[str, Any]:
         "largest": result.largest_buffer_bytes,
         "allowed": result.largest_allowed_bytes,
         "tooLarge": result.buffer_fits is False,
+        "heldAt": result.memory_limit_bytes if result.waited_at_limit else None,
         "primitives": result.primitives,
         "warnings": list(dict.fromkeys(result.warnings)),
         "series": _series(result, names),

@@ -181,6 +181,7 @@ class Chart {
       `sequenced ${bytes(run.sequenced)}`,
       `in flight ${bytes(run.inFlight)} (${share}%)`,
       `${count(run.length)} primitives`,
+      ...(run.heldAt === null ? [] : [`held down by the memory limit of ${bytes(run.heldAt)}`]),
     ];
     head.append(element("p", { class: "facts", text: facts.join(" · ") }), group);
     return head;
