@@ -16,8 +16,9 @@ from test_trace_report_page import browse, needs_browser
 from trace_fakes import small_report, small_result
 
 import oomguard
-from oomguard.config import NO_CHECKPOINT
+from oomguard.config import NO_CHECKPOINT, ModelConfig, StepConfig
 from oomguard.device import find_device
+from oomguard.engines import PresetTracer
 from oomguard.report.trace_html import page_data, trace_html
 from oomguard.report.trace_json import trace_json
 from oomguard.report.trace_report import LabelledTrace
@@ -147,6 +148,16 @@ def test_no_policy_fits_whose_buffer_is_over_the_largest() -> None:
     assert not any(price.fits(10 * GIB) for price in bound.table())
     assert not bound.cheapest(10 * GIB).fits(10 * GIB)
     assert wide_policies(free.largest_buffer_bytes).price(NO_CHECKPOINT).fits(10 * GIB)
+
+
+def test_a_plan_confirmed_by_the_trace_holds_the_largest_buffer() -> None:
+    model = ModelConfig(name="narrow", n_layers=2, d_model=32, n_heads=2, d_mlp=128, context=32)
+    step = StepConfig(batch=2, seq_len=32)
+    small = replace(find_device("metal-16gb"), largest_buffer_bytes=4096)
+    assert PresetTracer(find_device("metal-16gb")).least_recompute(model, step, GIB) == NO_CHECKPOINT
+    assert PresetTracer(small).least_recompute(model, step, GIB) is None
+    found = oomguard.plan(model, seq_len=32, memory="1GiB", device=small, engine="trace", batch=2)
+    assert found.choice is None
 
 
 def too_large(**changes: Any) -> TraceResult:
