@@ -22,7 +22,12 @@ from oomguard.units import GIB, MIB
 
 BACKENDS: tuple[Backend, ...] = ("metal", "cpu", "cuda")
 
-CUDA_SHARE = 0.95  # MLX's CUDA allocator sets its memory limit to this much of the GPU's memory
+# What MLX's allocators set their memory limit to (``allocator.cpp`` of each backend): of the GPU's memory on CUDA;
+# of the machine's on a CPU, whatever a container leaves of it; on Metal the smaller of two.
+CUDA_SHARE = 0.95
+CPU_LIMIT_SHARE = 0.8
+METAL_WORKING_SETS = 1.5
+METAL_LIMIT_SHARE = 0.95
 
 _GENERIC = re.compile(r"(?P<backend>metal|cpu|cuda)-(?P<gib>\d{1,5})gb")
 _CHIP = re.compile(r"(?P<chip>m\d[a-z-]*?)-(?P<gib>\d{1,5})gb")
@@ -50,6 +55,23 @@ class Device:
     free_bytes: int | None = None
     container_bytes: int | None = None
     held_bytes: int = 0
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """MLX's own memory limit, where ``mx.set_memory_limit`` was not called; None where no size is known.
+
+        MLX of a Mac has one allocator, Metal's, also for what is computed on the CPU.
+        """
+        if self.memory_bytes is None:
+            return None
+        if self.backend == "cuda":
+            return int(CUDA_SHARE * self.memory_bytes)
+        if self.backend == "cpu" and not (self.here and _apple_silicon()):
+            return int(CPU_LIMIT_SHARE * self.memory_bytes)
+        working_set = self.working_set_bytes or self.wired_limit_bytes
+        if working_set is None:
+            working_set = working_set_bytes(self.memory_bytes, _macos())
+        return int(min(METAL_WORKING_SETS * working_set, METAL_LIMIT_SHARE * self.memory_bytes))
 
 
 def find_device(name: str | None = None) -> Device:

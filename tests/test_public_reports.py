@@ -18,9 +18,21 @@ from oomguard.calibration.public import (
     build_model,
     main,
     predict,
+    predicted_bytes,
     understood,
 )
+from oomguard.calibration.public_rows import (
+    MORE_ROWS,
+    ROWS,
+    OpRow,
+    ScratchRow,
+    all_public_rows,
+    read_public_rows,
+    read_published,
+)
+from oomguard.calibration.scratch_gpt import ScratchGPT
 from oomguard.errors import InputError
+from oomguard.units import GIB
 
 REPORT: dict[str, Any] = {
     "id": "X1", "model": "Qwen3-0.6B-4bit", "arch": "qwen3-0.6b", "layers": 4, "batch": 2, "actual_T": 64,
@@ -122,6 +134,112 @@ def test_what_is_trained_follows_the_method() -> None:
     assert {name.split(".")[2] for name in full} == {"24", "25", "26", "27"}
     everything = build_model(read(ft="full", quant="none bf16", layers=-1)).trainable_parameters()
     assert len({name.split(".")[2] for name, _ in tree_flatten(everything)}) == 28
+
+
+def test_a_row_says_accumulation_evaluation_and_no_compilation() -> None:
+    plain = read(actual_T=32)
+    accumulated, evaluated = read(actual_T=32, accumulate=3), read(actual_T=32, evalB=64)
+    eager = read(actual_T=32, compiled=False)
+    assert (accumulated.accumulate, evaluated.evaluation_batch, eager.compiled) == (3, 64, False)
+    peaks = [predict(row).peak_bytes for row in (plain, accumulated, evaluated, eager)]
+    assert peaks[1] > peaks[0]  # the gradients of the micro-batches before
+    assert peaks[2] > 2 * peaks[0]  # 64 sequences of logits
+    assert peaks[3] != peaks[0]
+    assert not predict(eager).compiled
+
+
+def test_at_most_so_many_tokens_is_a_bound_and_no_estimate() -> None:
+    found = read(actual_T="at most 2048")
+    assert (found.tokens, found.at_most) == (2048, True)
+    assert not read(actual_T=2048).at_most
+
+
+@pytest.mark.parametrize(
+    ("said", "limit_bytes"),
+    [
+        ({"machine": "M1 Max 32GB"}, int(0.95 * 32 * GIB)),
+        ({"machine": "M1 Max", "ram_gb": 64}, int(0.95 * 64 * GIB)),
+        ({"machine": "M1 Max 32GB", "memory_limit": "24GB"}, 24 * 10**9),
+        ({"machine": "M1 Max", "ram_gb": "unstated"}, None),
+    ],
+)
+def test_memory_limit_is_the_one_set_or_that_of_the_machine(said: dict[str, Any], limit_bytes: int) -> None:
+    found = read(**said)
+    assert found.memory_limit == found.device.memory_limit == limit_bytes
+
+
+def test_fused_parts_are_said_one_by_one() -> None:
+    found = read(attention="fused", cross_entropy="decomposed")
+    assert (found.fused_attention, found.fused_cross_entropy) == (True, False)
+    assert (read().fused_attention, read().fused_cross_entropy) == (None, None)
+    with pytest.raises(InputError, match="neither fused nor decomposed"):
+        read(attention="flash")
+
+
+@pytest.mark.parametrize(
+    ("unit", "expected"),
+    [("GB", 1_500_000_000), ("GiB", 3 << 29), ("MiB", 3 << 19), ("GiB above inputs", 3 << 29)],
+)
+def test_reported_figure_has_its_unit(unit: str, expected: int) -> None:
+    found = read(reported=1.5, unit=unit)
+    assert (found.peak_bytes, found.above_inputs) == (expected, "above" in unit)
+
+
+OP = {
+    "id": "O1", "kind": "op", "model": "fast attention fwd+bwd", "note": "32/8 heads x128", "batch": 1,
+    "actual_T": 16, "reported": 1.0, "unit": "GiB above inputs", "machine": "M1 Max 32GB", "version": "mlx 0.32.4",
+}  # fmt: skip
+
+
+def test_arguments_of_an_operation_count_only_where_they_did() -> None:
+    above, whole = read_published(OP), read_published({**OP, "unit": "GiB"})
+    assert isinstance(above, OpRow)
+    assert isinstance(whole, OpRow)
+    inputs = sum(array.nbytes for array in above.build()[1])
+    result = predict(above)
+    assert predicted_bytes(whole, result) - predicted_bytes(above, result) == inputs
+
+
+def test_an_operation_of_no_known_name_is_refused() -> None:
+    with pytest.raises(InputError, match="known are attention"):
+        read_published({**OP, "model": "conv", "note": ""})
+    with pytest.raises(InputError, match="does not say"):
+        read_published({**OP, "note": ""})
+
+
+def test_a_run_from_scratch_is_the_scripts_model_where_its_report_is_silent() -> None:
+    row = {
+        "id": "G1", "kind": "from-scratch", "model": "SiLU MLPx3", "reported": 1.0, "unit": "GiB", "batch": 8,
+        "vocab": 8192, "actual_T": 2048, "version": "mlx 0.31.0",
+    }  # fmt: skip
+    found = read_published(row)
+    assert isinstance(found, ScratchRow)
+    config = found.config
+    assert (config.depth, config.dim, config.mlp, config.activation) == (4, 256, 3, "silu")
+    assert (config.logit_cap, found.accumulate, found.evaluation_batch) == (False, 4, None)
+    named = read_published(
+        {**row, "model": "GPT depth6 dim384 MLPx2 relu2, logit cap", "accumulate": 1, "evalB": 32}
+    )
+    assert isinstance(named, ScratchRow)
+    assert (named.config.depth, named.config.dim, named.config.mlp) == (6, 384, 2)
+    assert (named.config.logit_cap, named.accumulate, named.evaluation_batch) == (True, 1, 32)
+
+
+def test_parameters_of_runs_from_scratch_are_those_reported() -> None:
+    for row in read_public_rows(MORE_ROWS):
+        if "params_M" in row:
+            found = read_published(row)
+            assert isinstance(found, ScratchRow)
+            flat = tree_flatten(ScratchGPT(found.config).parameters())
+            assert round(sum(array.size for _, array in flat) / 1e6, 1) == row["params_M"], row["id"]
+
+
+def test_every_shipped_row_says_where_it_is_from() -> None:
+    rows = all_public_rows()
+    assert len({row["id"] for row in rows}) == len(rows)
+    assert all(row["source"] and row["model"] for row in rows)
+    assert all(row["version"] and row["machine"] for row in read_public_rows(MORE_ROWS))
+    assert len(rows) == len(read_public_rows(ROWS)) + len(read_public_rows(MORE_ROWS))
 
 
 def test_rows_of_a_file_are_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

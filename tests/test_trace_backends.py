@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 
 import oomguard
 from oomguard.config import ModelConfig, StepConfig
-from oomguard.device import find_device
+from oomguard.device import Device, device_names, find_device
 from oomguard.engines import trace_preset
 from oomguard.errors import InputError, TraceError
 from oomguard.model.step import build_step
@@ -19,6 +22,7 @@ from oomguard.trace.engine import trace_built
 from oomguard.trace.lower import LOWERED
 from oomguard.trace.memory import CPU
 from oomguard.trace.policies import Policies
+from oomguard.units import GIB
 
 TINY = ModelConfig(name="narrow", n_layers=2, d_model=32, n_heads=2, d_mlp=128, context=32)
 STEP = StepConfig(batch=2, seq_len=32)
@@ -28,12 +32,55 @@ on_a_cpu = pytest.mark.skipif(mx.default_device() == mx.Device(mx.gpu), reason="
 
 @on_a_cpu
 def test_without_a_name_it_is_what_mlx_computes_on_here() -> None:
-    assert simulated() is CPU
+    assert simulated() == replace(CPU, memory_limit=find_device("cpu").memory_limit_bytes)
 
 
 @pytest.mark.parametrize("name", ["cpu", "cpu-64gb"])
-def test_any_cpu_is_the_cpu(name: str) -> None:
-    assert simulated(name) is CPU
+def test_any_cpu_is_the_cpu_with_the_memory_limit_of_its_machine(name: str) -> None:
+    assert simulated(name) == replace(CPU, memory_limit=find_device(name).memory_limit_bytes)
+
+
+@on_a_cpu
+def test_memory_limit_here_is_the_one_mlx_says() -> None:
+    """``mx.set_memory_limit`` gives back the limit before; asked in a process where nobody has set one."""
+    ask = "import mlx.core as mx; print(mx.set_memory_limit(1))"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    assert find_device("cpu").memory_limit_bytes == int(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("name", "limit_bytes"),
+    [
+        ("cpu-64gb", int(0.8 * 64 * GIB)),
+        ("cuda-24gb", int(0.95 * 24 * GIB)),
+        ("m4-max-64gb", int(0.95 * 64 * GIB)),  # 1.5 working sets are 72 GiB
+        ("metal-32gb", int(0.95 * 32 * GIB)),
+        ("m1-max-32gb", int(0.95 * 32 * GIB)),
+        ("m1-8gb", int(0.95 * 8 * GIB)),
+        ("metal", None),
+    ],
+)
+def test_memory_limit_of_a_machine_is_the_allocators_default(name: str, limit_bytes: int | None) -> None:
+    found = find_device(name)
+    assert found.memory_limit_bytes == limit_bytes
+    if found.backend != "cuda":
+        assert simulated(name).memory_limit == limit_bytes
+        assert simulated(name).largest_buffer == found.largest_buffer_bytes
+
+
+def test_memory_limit_on_metal_follows_a_working_set_that_was_set_low() -> None:
+    """The smaller of 1.5 working sets and 0.95 of the memory; no Mac's default working set is below 2/3 of it."""
+    low = Device("a Mac", "metal", memory_bytes=32 * GIB, wired_limit_bytes=10 * GIB)
+    assert low.memory_limit_bytes == 15 * GIB
+    assert replace(low, wired_limit_bytes=30 * GIB).memory_limit_bytes == int(0.95 * 32 * GIB)
+
+
+@pytest.mark.parametrize(
+    "name", [*(n for n in device_names() if n.startswith("m1-")), "metal-24gb", "cpu-8gb"]
+)
+def test_every_machine_whose_memory_is_known_is_simulated_with_its_limit(name: str) -> None:
+    assert (simulated(name).memory_limit or 0) > 0
+    assert (simulated(name).memory_limit or 0) <= (find_device(name).memory_bytes or 0)
 
 
 def test_a_simulated_device_is_given_back() -> None:

@@ -64,6 +64,7 @@ def test_over_the_budget_the_least_recompute_that_fits_is_named(capsys: pytest.C
             "peak_bytes": price.peak_bytes,
             "first_peak_bytes": price.first_peak_bytes,
             "recomputed_share": pytest.approx(price.share, abs=1e-4),
+            "largest_buffer_bytes": price.largest_buffer_bytes,
             "fits": True,
         }
     ]

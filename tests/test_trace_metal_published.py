@@ -7,9 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from oomguard.calibration.public import PublicRow, predict, read_public_rows, understood
+from oomguard.calibration.public import (
+    PublicRow,
+    predict,
+    predicted_bytes,
+    read_public_rows,
+    understood,
+)
+from oomguard.calibration.public_rows import MORE_ROWS, Published, understood_all
 from oomguard.calibration.swift import ROWS, predictions
+from oomguard.calibration.trace_check import LONG, NOT_MENDED
 from oomguard.rows import read_rows
+from oomguard.units import GIB
 
 pytestmark = pytest.mark.slow
 
@@ -59,3 +68,53 @@ def test_peak_leaves_the_logits_where_the_loss_is_one_primitive() -> None:
     assert older.moment.scope == "lm_head"
     assert newer.moment.scope.startswith("model.layers")
     assert newer.peak_bytes < older.peak_bytes
+
+
+def more() -> dict[str, Published]:
+    return {row.id: row for row in understood_all(read_public_rows(MORE_ROWS))}
+
+
+SILU = "a compiled function called on plain arrays is one kernel in MLX, and inlined here"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.xfail(reason=SILU, strict=True) if name in NOT_MENDED else ())
+        for name in sorted(set(more()) - LONG - {"N01"})  # N01 has a test of its own
+    ],
+)
+def test_published_peaks_of_operations_and_runs_from_scratch_are_within_one_percent(name: str) -> None:
+    row = more()[name]
+    assert predicted_bytes(row, predict(row)) == pytest.approx(row.peak_bytes, rel=0.01)
+
+
+def test_every_published_row_that_ships_is_understood() -> None:
+    assert len(more()) == len(read_public_rows(MORE_ROWS)) == 19
+
+
+def test_attention_fused_without_the_loss_is_neither_release() -> None:
+    """N01 has a fused attention of its own beside the loss of its release: two fields, and not one release."""
+    row = more()["N01"]
+    assert isinstance(row, PublicRow)
+    assert (row.mlx, row.fused_attention, row.fused_cross_entropy) == ((0, 32, 0), True, None)
+    assert predict(row).peak_bytes == pytest.approx(row.peak_bytes, rel=0.001)
+    both = predict(replace(row, fused_cross_entropy=True)).peak_bytes
+    assert both / row.peak_bytes - 1 == pytest.approx(-0.16, abs=0.02)
+    assert predict(replace(row, fused_attention=None)).peak_bytes > 1.5 * row.peak_bytes
+
+
+def test_a_memory_limit_of_the_machine_holds_a_published_step_down() -> None:
+    """Attention of 8,192 tokens, forward and backward: about 32.4 GiB on a Mac whose limit is 30.4 GiB."""
+    op = {
+        "id": "limit", "kind": "op", "model": "attention op stock, fwd+bwd", "reported": 32.4,
+        "note": "math_attention, 32/8 heads x128, bf16 in, fp32 inside", "unit": "GiB above inputs",
+        "batch": 1, "actual_T": 8192, "machine": "M1 Max 32GB", "version": "mlx 0.32.0",
+    }  # fmt: skip
+    (own,), (set_higher,) = understood_all([op]), understood_all([{**op, "memory_limit": "128GiB"}])
+    assert own.memory_limit == int(0.95 * 32 * GIB)
+    result = predict(own)
+    assert result.waited_at_limit
+    assert predicted_bytes(own, result) == pytest.approx(32.88 * GIB, rel=0.001)
+    assert predicted_bytes(own, result) == pytest.approx(own.peak_bytes, rel=0.02)
+    assert predicted_bytes(set_higher, predict(set_higher)) == pytest.approx(41.06 * GIB, rel=0.001)

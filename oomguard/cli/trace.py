@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,13 +56,13 @@ DESCRIBES = ("batch", "grad_checkpoint", "accumulate", "ctx_tokens", "optimizer"
 @click.option("--accumulate", type=COUNT, default="1", show_default=True, help="Micro-batches of an update.")
 @step_options
 @device_option
-@click.option("--memory-limit", type=SIZE, help="As given to mx.set_memory_limit.")
+@click.option("--memory-limit", type=SIZE, help="As given to mx.set_memory_limit; MLX's own there without.")
 @click.option("--sequenced", is_flag=True, help="--memory-limit 0: hardly anything runs ahead.")
 @click.option(
     "--budget",
     type=MEMORY_OR_AUTO,
-    help="Hold the peak against this: 16GB, 900MiB; auto is what the device has. Over it, exit status 1, and "
-    "the checkpointing that fits is named.",
+    help="Hold the peak against this: 16GB, 900MiB; auto is what the device has. Over it, or with a buffer larger "
+    "than the device hands out, exit status 1, and the checkpointing that fits is named.",
 )
 @click.option(
     "--compare", type=POLICY, metavar="POLICY", help="The same step with this checkpointing beside it."
@@ -98,8 +99,8 @@ def command(as_json: bool, timeline: Path | None, html: Path | None, **options: 
         def step(inputs, targets): ...
         return step, (inputs, targets), [model, optimizer]
 
-    Exit status: 0, 1 the peak is over --budget, 2 wrong usage or a step that
-    cannot be traced.
+    Exit status: 0, 1 the peak is over --budget or, with one, a buffer larger than
+    the device hands out, 2 wrong usage or a step that cannot be traced.
     """
     for path in (timeline, html):
         if path is not None and not path.parent.is_dir():
@@ -176,8 +177,7 @@ def _report(ctx: click.Context, options: dict[str, Any]) -> TraceReport:
     subject = _subject(ctx, options, device)
     asked = LabelledTrace(subject.label, subject.about, subject.trace())
     policy: CheckpointPolicy | None = options["compare"]
-    over = budget_bytes is not None and asked.result.most_bytes > budget_bytes
-    return TraceReport(
+    report = TraceReport(
         title=subject.title,
         settings=subject.settings,
         asked=asked,
@@ -187,10 +187,10 @@ def _report(ctx: click.Context, options: dict[str, Any]) -> TraceReport:
         memory_limit_bytes=0 if options["sequenced"] else options["memory_limit"],
         mlx=version("mlx"),
         machine=device.name if options["device"] is not None else "",
-        policies=_policies(subject, budget_bytes, options["policies"])
-        if over or options["policies"]
-        else None,
     )
+    if report.fits is False or options["policies"]:
+        report = replace(report, policies=_policies(subject, budget_bytes, options["policies"]))
+    return report
 
 
 def _budget(asked: int | str | None, device: Device) -> tuple[int | None, str]:

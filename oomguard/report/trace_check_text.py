@@ -29,13 +29,12 @@ def _cells(check: Check) -> tuple[str, str, str, str, str]:
     label = check.label if len(check.label) <= LABEL_WIDTH else check.label[: LABEL_WIDTH - 1] + "…"
     if check.problem:
         return label, format_bytes(check.measured_bytes), "", "", "not traced"
-    note = "" if check.counted else "below 1 GB"
     return (
         label,
         format_bytes(check.measured_bytes),
         format_bytes(check.traced_bytes),
         f"{check.error:+.1%}",
-        note,
+        check.not_counted,
     )
 
 

@@ -17,6 +17,10 @@ TRACE_SCHEMA = "oomguard.trace/1"
 def trace_json(report: TraceReport) -> dict[str, Any]:
     """The object ``oomguard trace --json`` prints.
 
+    ``memory_limit_bytes`` is the one given; ``simulated_memory_limit_bytes`` that one or MLX's own on the machine, null
+    where how much memory it has is not known, and none was simulated. ``largest_allowed_bytes`` is the largest buffer
+    the machine hands out, null where that is not known: a larger one does not fit, whatever the budget.
+
     ``fits`` is null without a budget, ``compared`` without ``--compare``, ``policies`` where no other checkpointing
     was looked at, ``cheapest`` (a policy of those) where none fits. ``breakdown`` and the
     ``total_bytes`` of ``holders`` each sum to ``peak_bytes``.
@@ -43,7 +47,8 @@ def _price(price: Price, report: TraceReport) -> dict[str, Any]:
         "peak_bytes": price.peak_bytes,
         "first_peak_bytes": price.first_peak_bytes,
         "recomputed_share": round(price.share, 4),
-        "fits": report.within(price.most_bytes),
+        "largest_buffer_bytes": price.largest_buffer_bytes,
+        "fits": report.price_fits(price),
     }
 
 
@@ -62,6 +67,10 @@ def _run(run: LabelledTrace) -> dict[str, Any]:
         "in_flight_bytes": result.in_flight_bytes,
         "state_bytes": result.state_bytes,
         "largest_buffer_bytes": result.largest_buffer_bytes,
+        "largest_allowed_bytes": result.largest_allowed_bytes,
+        "buffer_fits": result.buffer_fits,
+        "simulated_memory_limit_bytes": result.memory_limit_bytes,
+        "waited_at_limit": result.waited_at_limit,
         "better_order": _order(result.order),
         "moment": _moment(result.moment),
         "breakdown": {category_key(name): size for name, size in result.breakdown.items()},

@@ -159,12 +159,15 @@ class Chart {
 
   head() {
     const { run } = this;
-    const over = DATA.budget === null ? "" : run.peak > DATA.budget ? " over" : " under";
+    const over = run.tooLarge ? " over" : DATA.budget === null ? "" : run.peak > DATA.budget ? " over" : " under";
     const head = element("div", { class: "head" });
     head.append(element("h2", { text: run.about }), element("span", { class: `figure${over}`, text: bytes(run.peak) }));
     if (DATA.budget !== null) {
       const gap = DATA.budget - run.peak;
       head.append(element("span", { class: over.trim(), text: `${bytes(Math.abs(gap))} ${gap < 0 ? "over" : "below"} the budget` }));
+    }
+    if (run.tooLarge) {
+      head.append(element("span", { class: "over", text: `one buffer of ${bytes(run.largest)}, ${bytes(run.allowed)} at most` }));
     }
     const tools = [["−", "Zoom out", () => this.zoom(2)], ["+", "Zoom in", () => this.zoom(0.5)], ["All", "Show the whole step", () => this.whole()], ["Peak", "Go to the peak", () => this.choose(run.peakAt)]];
     const group = element("div", { class: "tools" });
@@ -178,6 +181,7 @@ class Chart {
       `sequenced ${bytes(run.sequenced)}`,
       `in flight ${bytes(run.inFlight)} (${share}%)`,
       `${count(run.length)} primitives`,
+      ...(run.heldAt === null ? [] : [`held down by the memory limit of ${bytes(run.heldAt)}`]),
     ];
     head.append(element("p", { class: "facts", text: facts.join(" · ") }), group);
     return head;

@@ -51,7 +51,7 @@ class TraceReport:
         compared: the same step under another checkpoint policy, to stand beside it.
         budget_bytes: what the peak is held against.
         bound_by: what sets the budget, in words, where it is the machine's.
-        memory_limit_bytes: as given to ``mx.set_memory_limit``; None for MLX's default.
+        memory_limit_bytes: as given to ``mx.set_memory_limit``; None for MLX's own, which the results name.
         mlx: version of MLX that built the graph.
         machine: which one is simulated, where that was asked for.
         policies: what other checkpointing would hold; None where that is not asked for or there is none.
@@ -75,14 +75,23 @@ class TraceReport:
 
     @property
     def fits(self) -> bool | None:
-        """Whether every step of the run asked for is within the budget; None without one."""
-        return self.within(self.asked.result.most_bytes)
+        """Whether the run asked for ``holds``."""
+        return self.holds(self.asked.result)
 
     @property
     def least_recompute(self) -> Price | None:
         """The policy with the least recompute that fits; None without a budget, or where none fits."""
         found = self.policies.cheapest if self.policies else None
-        return found if found is not None and self.within(found.most_bytes) else None
+        return found if found is not None and self.price_fits(found) else None
+
+    def holds(self, result: TraceResult) -> bool | None:
+        """Whether every step is within the budget, and the device hands out every buffer; None without a budget."""
+        within = self.within(result.most_bytes)
+        return within and result.buffer_fits is not False
+
+    def price_fits(self, price: Price) -> bool | None:
+        """The same of a policy."""
+        return None if self.budget_bytes is None else price.fits(self.budget_bytes)
 
     def within(self, size_bytes: int) -> bool | None:
         """Whether a size is within the budget; None without one."""

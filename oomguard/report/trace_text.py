@@ -11,6 +11,7 @@ from oomguard.report.style import Ink, paragraph, table
 from oomguard.report.trace_holders import group_holders
 from oomguard.report.trace_report import TraceReport
 from oomguard.report.words import PRICE_OF_WAITING, say_policy
+from oomguard.trace.result import BUFFER_REFUSED
 from oomguard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def _head(report: TraceReport, ink: Ink) -> Iterator[str]:
     facts.append(f"{where}, MLX {report.mlx}" if report.mlx else where)
     if report.memory_limit_bytes is not None:
         facts.append(f"memory limit {format_bytes(report.memory_limit_bytes)}")
+    elif result.memory_limit_bytes is None and report.machine:
+        facts.append("its memory not known, MLX's memory limit taken to be out of reach")
     yield ink.strong(paragraph(report.title))
     if report.settings:
         yield paragraph(report.settings)
@@ -85,7 +88,14 @@ def _answer(report: TraceReport, ink: Ink) -> str:
     lines = [answer.replace(said, shown, 1)]
     if report.bound_by:
         lines.append(_filled(f"bound by: {report.bound_by}", "  "))
+    if result.buffer_fits is False:
+        lines += [ink.bad(_filled(f"does not fit: {said}")) for said in _buffer_warnings(result)]
     return "\n".join(lines)
+
+
+def _buffer_warnings(result: TraceResult) -> list[str]:
+    """What is said of a buffer that the device refuses."""
+    return [warning for warning in result.warnings if warning.startswith(BUFFER_REFUSED)]
 
 
 def _facts(result: TraceResult, report: TraceReport) -> Iterator[str]:
@@ -99,12 +109,25 @@ def _facts(result: TraceResult, report: TraceReport) -> Iterator[str]:
         "before the step": f"{format_bytes(result.state_bytes)} of state and batch",
         "largest buffer": format_bytes(result.largest_buffer_bytes),
     }
+    if result.waited_at_limit and result.memory_limit_bytes:
+        facts["memory limit"] = _say_limit(
+            result.memory_limit_bytes, given=report.memory_limit_bytes is not None
+        )
     if report.memory_limit_bytes == 0:
         del facts["sequenced"]
     if result.order is not None:
         facts["order"] = _say_order(result.order)
     for name, text in facts.items():
         yield _filled(text, f"  {name:<15}  ")
+
+
+def _say_limit(limit_bytes: int, *, given: bool) -> str:
+    """Which limit held the peak down, and at what cost."""
+    whose = "as given" if given else "MLX's own on this machine"
+    return (
+        f"{format_bytes(limit_bytes)}, {whose}: MLX reaches it, and waits for running kernels there, which costs time; "
+        "without it the peak would be higher"
+    )
 
 
 def _say_order(order: OrderPeak) -> str:
@@ -189,7 +212,9 @@ def _priced(report: TraceReport, ink: Ink) -> Iterator[str]:
         return
     rows = [("", "checkpoint", "peak", "recomputed", "")]
     for price in priced.prices:
-        mark, note = "", "does not fit" if report.within(price.most_bytes) is False else ""
+        mark, note = "", "does not fit" if report.price_fits(price) is False else ""
+        if not price.buffer_fits:
+            note = "one buffer is too large"
         if price is report.least_recompute:
             mark, note = ">", "the least recompute that fits"
         rows.append((mark, str(price.policy), format_bytes(price.peak_bytes), f"{price.share:.0%}", note))
@@ -208,18 +233,25 @@ def _foot(report: TraceReport, ink: Ink) -> Iterator[str]:
         yield ink.warn(paragraph(f"unknown primitive: {name}, {times}; counted from above", rest="  "))
     for run in report.runs:
         about = "" if run is report.asked else f", {run.label}"
+        said = _buffer_warnings(run.result) if run is report.asked and report.fits is False else []
         for warning in other_warnings(run.result):
+            if warning in said:
+                continue
             yield ink.warn(paragraph(f"warning{about}: {warning}", rest="  "))
 
 
 def _ways_out(report: TraceReport) -> Iterator[str]:
     """What would fit, when the step asked for does not."""
     sequenced = report.asked.result.sequenced_peak_bytes
-    if report.compared is not None and report.within(report.compared.result.peak_bytes):
+    if report.compared is not None and report.holds(report.compared.result):
         fit = say_fit(report, report.compared.result.peak_bytes)
         yield _filled(f"Fits with {report.compared.about}: {fit}.")
     yield from _cheapest(report)
-    if report.memory_limit_bytes is None and report.within(sequenced):
+    if (
+        report.memory_limit_bytes is None
+        and report.asked.result.buffer_fits is not False
+        and report.within(sequenced)
+    ):
         yield _filled(
             f"Only the in-flight window breaks the budget. With mx.set_memory_limit(0) the peak is "
             f"{format_bytes(sequenced)}, {say_fit(report, sequenced)}; then nothing runs ahead, which costs time "
@@ -236,7 +268,10 @@ def _cheapest(report: TraceReport) -> Iterator[str]:
     about = say_policy(price.policy, priced.n_blocks)
     if report.least_recompute is None:
         least = format_bytes(price.most_bytes)
-        yield _filled(f"No checkpointing fits; the least is {least}, with {about}.")
+        too_large = (
+            "" if price.buffer_fits else f", with a buffer of {format_bytes(price.largest_buffer_bytes)}"
+        )
+        yield _filled(f"No checkpointing fits; the least is {least}, with {about}{too_large}.")
         return
     yield _filled(
         f"The least recompute that fits: {about} ({price.policy}), peak {format_bytes(price.peak_bytes)}, "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 
 import mlx.core as mx
@@ -32,6 +33,10 @@ def simulated(machine: Machine = None) -> Device:
         machine: a name as ``--device`` takes it (``"m5-pro-48gb"``), a found ``oomguard.device.Device``, a simulated
             one (given back as it is), or None for what MLX computes on here.
 
+    Returns:
+        The device with MLX's own memory limit and the largest buffer of that machine; without either where its
+        size is not known, as of ``"metal"`` away from a Mac.
+
     Raises:
         InputError: no machine of that name.
         TraceError: a CUDA GPU, whose allocator and queue are not simulated.
@@ -41,7 +46,7 @@ def simulated(machine: Machine = None) -> Device:
     if machine is None or isinstance(machine, str):
         machine = machines.find_device(machine)
     if machine.backend == "cpu":
-        return CPU
+        return replace(CPU, memory_limit=machine.memory_limit_bytes)
     if machine.backend == "cuda":
         raise TraceError(
             "CUDA's allocator and queue are not simulated, only those of the cpu and metal backends; name another "
@@ -49,7 +54,13 @@ def simulated(machine: Machine = None) -> Device:
         )
     chip = metal.Chip.named(machine.architecture or OTHER_ARCHITECTURE)
     release = parse_version(machine.mlx or version("mlx"))
-    return metal.device(chip, release, native=_computes_on_metal())
+    return metal.device(
+        chip,
+        release,
+        memory_limit=machine.memory_limit_bytes,
+        largest_buffer=machine.largest_buffer_bytes,
+        native=_computes_on_metal(),
+    )
 
 
 @contextmanager

@@ -39,6 +39,7 @@ from oomguard.trace.containers import (
 from oomguard.trace.experts import restore_sorted_gathers
 from oomguard.trace.graph import Graph, Kind, Region
 from oomguard.trace.label import label
+from oomguard.trace.lower import LOWERED
 from oomguard.trace.rawgraph import (
     Built,
     Drawn,
@@ -353,6 +354,7 @@ class _Capturing:
         evaluation = graph.evaluate([roots[r] for r in left.evaluated], held=[roots[r] for r in left.held])
         evaluation.held.update(batch)
         watched = drawing.numbered(built)
+        watched |= _seen_by_the_backward(drawing, watched, built)
         regions = _regions(drawing.tags.calls, watched, built.cotangents)
         graph.regions = [r for r in regions if r.kind != "compile" or _runs_compiled(graph, r, watched)]
         graph.function_outputs = [roots[r] for r in left.function]
@@ -527,6 +529,27 @@ def _own_vjps(tags: Tags) -> list[str]:
         f"the VJP that {name} defines is not traced; its backward is counted as automatic differentiation builds it"
         for name in tags.own_vjps
     ]
+
+
+def _seen_by_the_backward(
+    drawing: _Drawing, watched: dict[int, int], built: Built
+) -> dict[int, int]:
+    """What goes into and comes out of a call of which only the backward is needed, as in ``mx.grad``.
+
+    A CPU's backward reads what the call made on its way, and its output may be read by nobody; the primitive that a
+    GPU has for the call gives its VJP that output. So it has a place in the graph, which nothing makes yet.
+    """
+    found, names = {}, drawing.watched
+    for call in drawing.tags.calls:
+        if call.kind not in LOWERED:
+            continue
+        for site in (*call.entering, *call.leaving):
+            if site.watched not in watched and site.mark in built.cotangents:
+                known = built.ids.get(names[site.watched])
+                if known is None:
+                    known = built.graph.array(site.shape, site.dtype, "state")
+                found[site.watched] = known
+    return found
 
 
 def _regions(calls: list[Call], watched: dict[int, int], cotangents: dict[int, int]) -> list[Region]:

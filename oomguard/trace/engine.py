@@ -21,9 +21,10 @@ from oomguard.trace.memory import CPU, Device, ImmediateQueue, Program
 from oomguard.trace.orders import best_order
 from oomguard.trace.rawgraph import dtype_name
 from oomguard.trace.remat import recompute_regions
-from oomguard.trace.result import Holder, Moment, Span, Timeline, TraceResult
+from oomguard.trace.result import BUFFER_REFUSED, Holder, Moment, Span, Timeline, TraceResult
 from oomguard.trace.startup import SYNCHRONIZER_DISPATCHES, dispatches_to_evaluate
 from oomguard.trace.steps import ALONE, Steps, Surroundings, graph_peak, within_update
+from oomguard.units import format_bytes
 
 STEADY_STEPS = 3
 """Steps simulated after the first. Where the device's tasks end differs from one to the next."""
@@ -63,7 +64,7 @@ def trace(
         compiled: simulate with or without ``mx.compile``; by default as the step is.
         device: what runs it: what MLX computes on here if None; ``"cpu"``, ``"metal"``; or another machine by its
             name, ``"m5-pro-48gb"``, ``"metal-36gb"``.
-        memory_limit: as given to ``mx.set_memory_limit``, in bytes; None for MLX's default.
+        memory_limit: as given to ``mx.set_memory_limit``, in bytes; None for MLX's own on the device.
         rewrite: changes the captured graph before it is simulated: a checkpoint policy, another backend.
         marked: kinds of regions that ``rewrite`` needs the backward of.
 
@@ -191,6 +192,7 @@ def _simulated(
     graph = program.graph
     recorder = calls[which].record(number, run.peak_index)
     largest_buffer = max(call.largest_buffer for call in calls)
+    limit, waited = calls[0].memory.limit, any(call.memory.waited_at_limit for call in calls)
     for call in calls:
         call.memory.limit = 0
     sequenced = median_low([max(call.step().peak_bytes for call in calls) for _ in steady])
@@ -198,6 +200,8 @@ def _simulated(
     order = best_order(program, graph_peaks[which], memory_limit=memory_limit, surroundings=around[which])
     moments = [_moment(program, index) for index in range(len(program.evaluations[0]))]
     holders = _holders(graph, recorder)
+    spans = _spans(graph, recorder)
+    allowed = program.device.largest_buffer
     return TraceResult(
         peak_bytes=peak,
         low_bytes=min(peaks),
@@ -210,13 +214,20 @@ def _simulated(
         moment=moments[run.peak_index] if run.peak_index >= 0 else Moment(-1, "", "", -1, ""),
         holders=holders,
         breakdown=_breakdown(holders),
-        timeline=Timeline(run.high, recorder.totals, moments, _spans(graph, recorder)),
+        timeline=Timeline(run.high, recorder.totals, moments, spans),
         primitives=len(moments),
         backend=program.device.name,
         compiled=compiled,
+        memory_limit_bytes=limit,
+        waited_at_limit=waited,
+        largest_allowed_bytes=allowed,
         order=order if order is not None and order.worth_saying else None,
         unknown=program.unknown,
-        warnings=[*dict.fromkeys(warnings), *_unknown_warnings(program)],
+        warnings=[
+            *dict.fromkeys(warnings),
+            *_unknown_warnings(program),
+            *_buffer_warnings(largest_buffer, allowed, spans),
+        ],
     )
 
 
@@ -306,6 +317,23 @@ def _unknown_warnings(program: Program) -> list[str]:
     return [
         f"{name} ({count} times) is not known to the simulator; its outputs and a copy of its inputs are counted"
         for name, count in program.unknown.items()
+    ]
+
+
+def _buffer_warnings(largest_bytes: int, allowed_bytes: int | None, spans: Sequence[Span]) -> list[str]:
+    """A buffer that the device refuses, with what it would hold where the step that was recorded made it."""
+    if allowed_bytes is None or largest_bytes <= allowed_bytes:
+        return []
+    holder = max((span.holder for span in spans), key=lambda holder: holder.nbytes, default=None)
+    what = ""
+    if holder is not None and holder.nbytes > allowed_bytes:
+        made = f"the {holder.primitive} output" if holder.primitive else "an array"
+        named = f" of {holder.name}" if holder.name else ""
+        shape = " x ".join(map(str, holder.shape))
+        what = f" ({made}{named}, {shape} {holder.dtype})" if holder.dtype else f" (scratch space{named})"
+    return [
+        f"{BUFFER_REFUSED} {format_bytes(largest_bytes)}{what}, and the device hands out {format_bytes(allowed_bytes)} "
+        "at most, whatever is free: make that array in parts, or a smaller one"
     ]
 
 

@@ -44,16 +44,37 @@ ATTENTION = "fast.scaled_dot_product_attention"
 CROSS_ENTROPY = "nn.cross_entropy"
 """``nn.losses.cross_entropy`` of class indices; a region only where it is marked."""
 
+CROSS_ENTROPY_PRIMITIVE: Version = (0, 32, 4)
+METAL_ATTENTION_BACKWARD: Version = (0, 32, 4)
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
     """The backend and the MLX release whose graph is wanted.
 
     MLX-Swift has releases of its own: 0.25.1 to 0.25.6 hold MLX 0.25.1.
+
+    Attributes:
+        fused_attention: whether attention has a fused backward on Metal; None for as the release has it. A step that
+            brings a kernel of its own has it under any release.
+        fused_cross_entropy: the same of cross entropy on a GPU.
     """
 
     backend: Backend
     mlx: Version
+    fused_attention: bool | None = None
+    fused_cross_entropy: bool | None = None
+
+    @property
+    def fuses_attention_backward(self) -> bool:
+        return self._has(self.fused_attention, METAL_ATTENTION_BACKWARD)
+
+    @property
+    def fuses_cross_entropy(self) -> bool:
+        return self._has(self.fused_cross_entropy, CROSS_ENTROPY_PRIMITIVE)
+
+    def _has(self, said: bool | None, since: Version) -> bool:
+        return self.mlx >= since if said is None else said
 
 
 def parse_version(text: str) -> Version:
@@ -87,7 +108,7 @@ def lower(graph: Graph, target: Target) -> Graph:
             if fuses_attention(result, region, target, training):
                 lowering.attention(region, training=training)
         elif region.kind in _CROSS_ENTROPY:
-            if target.mlx >= CROSS_ENTROPY_PRIMITIVE:
+            if target.fuses_cross_entropy:
                 lowering.cross_entropy(region)
         elif region.kind in _RULES:
             _RULES[region.kind](lowering, region)
@@ -142,11 +163,9 @@ def fuses_attention(graph: Graph, region: Region, target: Target, training: bool
     if not training:
         return same_dim and dim in _METAL_HEAD_DIMS and tokens <= k.shape[2]
     fits = same_dim and dim in (*_METAL_HEAD_DIMS, 192, 256) and tokens <= k.shape[2]
-    return target.mlx >= METAL_ATTENTION_BACKWARD and fits and not masked
+    return target.fuses_attention_backward and fits and not masked
 
 
-CROSS_ENTROPY_PRIMITIVE: Version = (0, 32, 4)
-METAL_ATTENTION_BACKWARD: Version = (0, 32, 4)
 _METAL_HEAD_DIMS = (64, 72, 80, 96, 128)
 
 

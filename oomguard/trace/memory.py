@@ -132,6 +132,8 @@ class Device:
         build: from a step captured on the CPU, the graph that this backend builds of it.
         fusion: how its release fuses.
         marked: kinds of regions that ``build`` needs the backward of.
+        memory_limit: MLX's own, in bytes: above it the evaluator waits for what is queued; None for out of reach.
+        largest_buffer: the most bytes it hands out in one buffer; None for no bound.
     """
 
     name: str
@@ -143,9 +145,12 @@ class Device:
     build: Callable[[Graph], Graph] = for_cpu
     fusion: Fusion = NEWEST
     marked: frozenset[str] = frozenset()
+    memory_limit: int | None = None
+    largest_buffer: int | None = None
 
 
 CPU = Device("cpu", CPU_RULES)
+"""The CPU of a machine whose memory is out of reach."""
 
 
 class BufferCache:
@@ -182,11 +187,12 @@ class Memory:
 
     def __init__(self, device: Device = CPU, limit: int | None = None, queue: Queue | None = None):
         """Args:
-        limit: what ``mx.set_memory_limit`` was given, in bytes; None for one out of reach.
+        limit: what ``mx.set_memory_limit`` was given, in bytes; None for the device's own.
         queue: instead of the device's own.
         """
         self.device = device
-        self.limit = limit
+        self.limit = device.memory_limit if limit is None else limit
+        self.waited_at_limit = False
         self.queue = queue or device.queue()
         self.counts_elements = not isinstance(self.queue, DispatchQueue | ImmediateQueue)
         self.cache = BufferCache(device.cache_limit, device.cache_page)
@@ -236,6 +242,7 @@ class Memory:
         over = limit is not None and self.active > limit
         if queue.tasks <= MAX_ACTIVE_TASKS and not (over and queue.tasks > 0):
             return
+        self.waited_at_limit |= over
         if queue.tasks > 1:
             self._finish_task()
         while limit is not None and self.active > limit and queue.tasks > 0:

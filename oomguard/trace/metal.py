@@ -51,6 +51,7 @@ from oomguard.trace.memory import Device
 from oomguard.trace.ops import CPU_RULES, NEW, Effect, Operands, Out, Rule, fresh
 
 PAGE_BYTES = 16384
+OUT_OF_REACH = 1 << 62
 
 KERNELS_PER_COMMAND_BUFFER = {"p": 20, "g": 40, "s": 50, "d": 50}
 MI_ELEMENTS_PER_COMMAND_BUFFER = {"p": 40, "g": 40, "s": 50, "d": 50}
@@ -87,26 +88,39 @@ class Chip:
         return self.generation >= (18 if self.size == "p" else 17)
 
 
-def device(chip: Chip, mlx: Version, *, cache_limit_bytes: int = 1 << 62, native: bool = False) -> Device:
+def device(
+    chip: Chip,
+    mlx: Version,
+    *,
+    memory_limit: int | None = None,
+    largest_buffer: int | None = None,
+    fused_attention: bool | None = None,
+    fused_cross_entropy: bool | None = None,
+    native: bool = False,
+) -> Device:
     """The simulator's view of a chip under an MLX release.
 
     Args:
         chip: decides the command buffer's size and which matrix kernels split.
         mlx: decides which rules hold.
-        cache_limit_bytes: what ``mx.set_cache_limit`` was given; by default the memory limit, which is out
-            of reach.
+        memory_limit: MLX's own on the machine, in bytes, which is also the cache's; None for out of reach.
+        largest_buffer: the most bytes that Metal hands out in one buffer; None for no bound.
+        fused_attention, fused_cross_entropy: as for ``Target``; by default as the release has them.
         native: steps are captured on a Mac, whose graph is Metal's already.
     """
+    target = Target("metal", mlx, fused_attention, fused_cross_entropy)
     return Device(
         "metal",
         rules(chip, mlx),
         partial(CommandBuffers, chip.kernels_per_command_buffer, chip.mi_elements_per_command_buffer),
         round_to_pages,
-        cache_limit_bytes,
+        OUT_OF_REACH if memory_limit is None else memory_limit,
         PAGE_BYTES,
-        Graph.copy if native else partial(lower, target=Target("metal", mlx)),
+        Graph.copy if native else partial(lower, target=target),
         Fusion.of(mlx),
         frozenset() if native else LOWERED,
+        memory_limit,
+        largest_buffer,
     )
 
 

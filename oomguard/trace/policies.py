@@ -23,7 +23,7 @@ from oomguard.trace.graph import Graph, Node
 from oomguard.trace.lower import ATTENTION
 from oomguard.trace.memory import CPU, Device, Program
 from oomguard.trace.remat import ATTENTION_KINDS, VIEWS, apply_policy, block_calls, saved_ratio
-from oomguard.trace.steps import ALONE, Surroundings, step_peaks, within_update
+from oomguard.trace.steps import ALONE, Surroundings, peaks_and_buffer, within_update
 from oomguard.trace.tags import RECOMPUTING
 
 MARKED = frozenset(("block", "attention", ATTENTION))
@@ -61,6 +61,8 @@ class Price:
         first_peak_bytes: of the first step of a process.
         costs: of each block, what is computed again, as operations: arithmetic, and bytes by ``FLOPS_PER_BYTE``.
         forward_cost: the same of everything in the forward.
+        largest_buffer_bytes: the largest single allocation.
+        buffer_fits: whether the device hands out a buffer of that size.
     """
 
     policy: CheckpointPolicy
@@ -69,6 +71,8 @@ class Price:
     first_peak_bytes: int
     costs: tuple[float, ...]
     forward_cost: float
+    largest_buffer_bytes: int = 0
+    buffer_fits: bool = True
 
     @property
     def cost(self) -> float:
@@ -85,8 +89,8 @@ class Price:
         return max(self.peak_bytes, self.first_peak_bytes)
 
     def fits(self, budget_bytes: int) -> bool:
-        """Whether neither the first step nor a later one passes the budget."""
-        return self.most_bytes <= budget_bytes
+        """Whether neither the first step nor a later one passes the budget, and every buffer can be had."""
+        return self.most_bytes <= budget_bytes and self.buffer_fits
 
 
 class Policies:
@@ -316,17 +320,22 @@ class Policies:
     def _simulate(self, policy: CheckpointPolicy, segments: tuple[Segment, ...]) -> Price:
         peaks = [0] * STEPS
         costs = [0.0] * self.n_blocks
-        forward = 0.0
+        forward, largest = 0.0, 0
         rewritten = [apply_policy(graph, policy, block_to_boundary=self._ratio) for graph in self._graphs]
         programs = [prepare(graph, compiled=self.compiled, device=self.device) for graph in rewritten]
         around = within_update(programs, self.calls, self.surroundings)
         for program, surroundings in zip(programs, around, strict=True):
-            found = step_peaks(program, STEPS, memory_limit=self.memory_limit, surroundings=surroundings)
+            found, buffer = peaks_and_buffer(
+                program, STEPS, memory_limit=self.memory_limit, surroundings=surroundings
+            )
+            largest = max(largest, buffer)
             peaks = [max(pair) for pair in zip(peaks, found, strict=True)]
             again, once = _costs(program, self.n_blocks)
             costs = [sum(pair) for pair in zip(costs, again, strict=True)]
             forward += once
-        return Price(policy, segments, peaks[-1], peaks[0], tuple(costs), forward)
+        allowed = self.device.largest_buffer
+        fits = allowed is None or largest <= allowed
+        return Price(policy, segments, peaks[-1], peaks[0], tuple(costs), forward, largest, fits)
 
 
 def _costs(program: Program, n_blocks: int) -> tuple[list[float], float]:

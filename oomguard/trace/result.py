@@ -8,6 +8,9 @@ from oomguard.trace.ledger import CATEGORIES
 
 WORTH_SAYING = 0.01  # of a peak
 
+BUFFER_REFUSED = "one buffer takes"
+"""How the warning begins that the device refuses the largest buffer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Moment:
@@ -124,6 +127,9 @@ class TraceResult:
         order: an order of evaluation that holds clearly less; None where none is known.
         warnings: what could make the numbers wrong.
         backend, compiled: what was simulated.
+        memory_limit_bytes: as given, else MLX's own on the device; None where that is not known, and none simulated.
+        waited_at_limit: whether the evaluator waited because more was active than the limit.
+        largest_allowed_bytes: the largest buffer the device hands out; None for no bound, or where none is known.
     """
 
     peak_bytes: int
@@ -141,6 +147,9 @@ class TraceResult:
     primitives: int
     backend: str
     compiled: bool
+    memory_limit_bytes: int | None = None
+    waited_at_limit: bool = False
+    largest_allowed_bytes: int | None = None
     order: OrderPeak | None = None
     unknown: dict[str, int] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -149,6 +158,13 @@ class TraceResult:
     def most_bytes(self) -> int:
         """The highest of the simulated steps, the first one included: what a budget must hold."""
         return max(self.first_peak_bytes, self.high_bytes)
+
+    @property
+    def buffer_fits(self) -> bool | None:
+        """Whether the device hands out the largest buffer, whatever is free; None where its bound is not known."""
+        if self.largest_allowed_bytes is None:
+            return None
+        return self.largest_buffer_bytes <= self.largest_allowed_bytes
 
     @property
     def in_flight_bytes(self) -> int:

@@ -85,8 +85,19 @@ def step_peaks(
     surroundings: Surroundings = ALONE,
 ) -> list[int]:
     """The peaks of the first steps of a process, in bytes: what ``simulate`` finds, and nothing else of it."""
+    return peaks_and_buffer(program, count, memory_limit=memory_limit, surroundings=surroundings)[0]
+
+
+def peaks_and_buffer(
+    program: Program,
+    count: int,
+    *,
+    memory_limit: int | None = None,
+    surroundings: Surroundings = ALONE,
+) -> tuple[list[int], int]:
+    """``step_peaks``, and the bytes of the largest buffer any of those steps holds."""
     steps = Steps(program, memory_limit, None, surroundings)
-    return [steps.step().peak_bytes for _ in range(count)]
+    return [steps.step().peak_bytes for _ in range(count)], steps.largest_buffer
 
 
 def graph_peak(program: Program) -> int:

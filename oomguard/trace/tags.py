@@ -34,6 +34,7 @@ from mlx.utils import tree_flatten
 from oomguard.trace.containers import compiled_parts, leaves, map_leaves
 from oomguard.trace.experts import SORTED_GATHER
 from oomguard.trace.lower import CROSS_ENTROPY
+from oomguard.trace.rawgraph import dtype_name
 
 _FAST = ("cross_entropy", "layer_norm", "rms_norm", "rope", "scaled_dot_product_attention")
 FAST = tuple(name for name in _FAST if hasattr(mx.fast, name))
@@ -61,6 +62,8 @@ class Site:
 
     watched: int
     mark: int | None
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclass(eq=False)
@@ -135,7 +138,7 @@ class Tags:
         """The tree, its arrays marked if the call's kind is; adds a site for each array."""
 
         def one(array: mx.array) -> mx.array:
-            site = Site(len(self.watched), None)
+            site = Site(len(self.watched), None, tuple(array.shape), dtype_name(array.dtype))
             sites.append(site)
             # Another Python object for the same array: the step may change this one in place.
             self.watched.append(copy.copy(array))
