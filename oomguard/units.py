@@ -31,6 +31,7 @@ _UNITS = {
     "g": GIB,
     "t": TIB,
 }
+_BARE_UNITS = ("GB", "GiB", "MiB", "B")
 _ROUNDS_UP = 1023.95 / 1024  # what would show as 1024.0 of a unit is 1.0 of the next
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?|\.\d+)\s*(?P<unit>[a-zA-Z]*)\s*")
 
@@ -39,18 +40,25 @@ def parse_bytes(text: str | int) -> int:
     """A size as a person writes it, in bytes.
 
     Args:
-        text: ``"16GB"`` (10^9), ``"16GiB"`` or ``"16G"`` (2^30), ``"512MiB"``, or a whole number of bytes.
+        text: ``"16GB"`` (10^9), ``"16GiB"`` or ``"16G"`` (2^30), ``"512MiB"``, ``"1000B"``; or, as an integer, bytes.
+            A text without a unit is refused but for ``"0"``: who writes 32 seldom means 32 bytes.
 
     Returns:
         The size in bytes, rounded down to a whole byte.
 
     Raises:
-        InputError: not a number with a known unit, negative, or more than 64 bits can address.
+        InputError: not a number with a known unit, no unit, negative, or more than 64 bits can address.
     """
     match = _SIZE.fullmatch(str(text))
     if match is None or match["unit"].lower() not in _UNITS:
         raise InputError(f"{_shortened(str(text))!r} is not a size; write it as 16GB, 16GiB or 512MiB")
     size = Decimal(match["number"]) * _UNITS[match["unit"].lower()]
+    if isinstance(text, str) and not match["unit"] and size:
+        number = _shortened(match["number"])
+        units = ", ".join(f"{number}{unit}" for unit in _BARE_UNITS[:-1])
+        raise InputError(
+            f"{_shortened(text)!r} has no unit; write {units}, or {number}{_BARE_UNITS[-1]} for bytes"
+        )
     if size >= 1 << 63:
         raise InputError(f"{_shortened(str(text))!r} is more memory than a machine can address")
     return int(size)

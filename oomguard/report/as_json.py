@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
 from oomguard.planner import Plan, Request
-from oomguard.search import Candidate
+from oomguard.search import RULE, Candidate
 
 if TYPE_CHECKING:
     from oomguard.coefficients import Coefficients
@@ -17,7 +17,11 @@ ESTIMATE_SCHEMA = "oomguard.estimate/1"
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """The object ``oomguard plan --json`` prints; ``choice`` is null when nothing fits."""
+    """The object ``oomguard plan --json`` prints; ``choice`` is null when nothing fits.
+
+    ``next_up``, ``ceiling``, ``least``, ``smallest`` and ``reliefs`` are those of ``Plan``, null or empty where there
+    are none.
+    """
     return {
         "schema": PLAN_SCHEMA,
         "device": {
@@ -27,8 +31,17 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "bound_by": plan.budget.bound_by,
         },
         "request": _request(plan.request),
-        "choice": candidate_json(plan.choice) if plan.choice is not None else None,
+        "rule": RULE,
+        "choice": _candidate_or_null(plan.choice),
         "candidates": [candidate_json(candidate) for candidate in plan.candidates],
+        "next_up": _candidate_or_null(plan.next_up),
+        "ceiling": _candidate_or_null(plan.ceiling),
+        "least": _candidate_or_null(plan.least),
+        "smallest": _candidate_or_null(plan.smallest),
+        "reliefs": [
+            {"options": relief.options, "candidate": candidate_json(relief.candidate)}
+            for relief in plan.reliefs
+        ],
         "calibration": calibration_json(plan.calibration),
         "warnings": list(plan.warnings),
     }
@@ -47,10 +60,19 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
         "footprint_bytes": candidate.footprint_bytes,
         "headroom_bytes": candidate.headroom_bytes,
         "fits": candidate.fits,
-        "tokens_per_second": round(candidate.tokens_per_second, 3),
+        "cache_limit_bytes": candidate.cache_limit_bytes,
+        "sequenced_high_bytes": candidate.sequenced_high_bytes,
+        "largest_tensor_bytes": candidate.estimate.largest_tensor_bytes,
+        "phase": candidate.estimate.phase,
+        "step_seconds": candidate.estimate.step_seconds,
+        "tokens_per_second": candidate.tokens_per_second,
         "breakdown": dict(candidate.estimate.breakdown),
         "engine": candidate.engine,
     }
+
+
+def _candidate_or_null(candidate: Candidate | None) -> dict[str, Any] | None:
+    return None if candidate is None else candidate_json(candidate)
 
 
 def estimate_json(
