@@ -74,7 +74,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Tradeoff:
-    """The two ends of the choice: no recompute, and every block recomputed."""
+    """The two ends of the choice, each with the largest batch that fits: no recompute, and every block recomputed."""
 
     plain: Candidate
     every: Candidate
@@ -146,7 +146,7 @@ def plan(
     """The fastest setting of a training step that fits; the same answer as ``oomguard plan``.
 
     The rule is ``search.RULE``: the most tokens/s of what fits; of equals, the least recompute; a batch grows no
-    further once no larger one could add more than 1%.
+    further once no larger one could add more than 0.75%.
 
     Args:
         model: a preset's name, the path of a JSON config, or a shape as a dictionary or ``ModelConfig``.
@@ -316,7 +316,8 @@ def _calibrated(device: Device) -> tuple[Coefficients, Estimator]:
 
 def _search(request: Request, budget: Budget, estimator: Estimator) -> Search:
     ladder = Ladder.of(request.batch, request.accumulate, request.target_batch)
-    return Search(request.model, request.step, ladder, budget, estimator)
+    template = request.step.but(checkpoint=request.checkpoint or NO_CHECKPOINT)
+    return Search(request.model, template, ladder, budget, estimator)
 
 
 def _candidates(search: Search, request: Request) -> list[Candidate]:
@@ -344,14 +345,9 @@ class _Solved:
     traced: list[Candidate] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
 
-    def at(self, policy: CheckpointPolicy, rung: int) -> Candidate:
-        """The candidate on that rung, traced where a trace has been made."""
-        estimated = self.search.at(policy, rung)
+    def known(self, estimated: Candidate) -> Candidate:
+        """The candidate as it was traced, where it was."""
         return next((c for c in self.traced if c.step == estimated.step), estimated)
-
-    def best_of(self, policy: CheckpointPolicy) -> Candidate | None:
-        """The best candidate with that policy."""
-        return min((c for c in self.candidates if c.policy == policy), key=_order, default=None)
 
     def least(self) -> Candidate:
         """The candidate that needs least; a traced one where there is one."""
@@ -400,20 +396,25 @@ class _Prices:
 
 def _around(solved: _Solved, choice: Candidate) -> dict[str, Any]:
     """What surrounds the choice: the next rung up, the largest that fits, and the two ends."""
-    rung = solved.search.rung_of(choice) + 1
-    above = solved.at(choice.policy, rung) if rung < len(solved.search.ladder) else None
+    above = solved.search.above(choice)
+    next_up = None if above is None else solved.known(above)
     return {
-        "next_up": above if above is not None and not above.fits else None,
+        "next_up": next_up if next_up is not None and not next_up.fits else None,
         "ceiling": solved.ceiling(choice.policy),
         "tradeoff": _tradeoff(solved),
     }
 
 
 def _tradeoff(solved: _Solved) -> Tradeoff | None:
-    plain, every = solved.best_of(NO_CHECKPOINT), solved.best_of(EVERY_BLOCK)
-    if plain is None or every is None:
+    policies = {c.policy for c in solved.candidates}
+    if not policies >= {NO_CHECKPOINT, EVERY_BLOCK}:
         return None
-    search, rung = solved.search, solved.search.rung_of(plain)
+    search = solved.search
+    plain, every = (
+        solved.ceiling(policy) or solved.known(search.at(policy, 0))
+        for policy in (NO_CHECKPOINT, EVERY_BLOCK)
+    )
+    rung = search.rung_of(plain)
     plain_seconds = search.at(NO_CHECKPOINT, rung).estimate.step_seconds
     every_seconds = search.at(EVERY_BLOCK, rung).estimate.step_seconds
     return Tradeoff(plain, every, every_seconds / plain_seconds - 1 if plain_seconds > 0 else 0.0)
@@ -571,27 +572,21 @@ class _Traces:
     tracer: Tracer
     known: dict[StepConfig, Candidate] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
-    _tops: dict[CheckpointPolicy, int] = field(default_factory=dict)
 
     def candidates(self) -> list[Candidate]:
         """Those that are worth their memory."""
-        return [c for c in self.known.values() if self.search.rung_of(c) <= self._top(c.policy)]
+        return [c for c in self.known.values() if self.search.rung_of(c) <= self.search.top]
 
     def climb(self, policy: CheckpointPolicy, rung: int) -> None:
         """Finds the largest worthwhile batch that fits with that policy, from a rung near it."""
-        last_fitting(lambda at: self._at(policy, at).fits, self._top(policy) + 1, rung)
+        last_fitting(lambda at: self._at(policy, at).fits, self.search.top + 1, rung)
 
     def find_ceiling(self, choice: Candidate) -> None:
         """Finds the largest batch that fits with the policy of a choice that grows no further."""
         policy = choice.policy
-        if self.search.rung_of(choice) == self._top(policy):
+        if self.search.rung_of(choice) == self.search.top:
             guess = self.search.largest_rung(policy) or 0
             last_fitting(lambda at: self._at(policy, at).fits, len(self.search.ladder), guess)
-
-    def _top(self, policy: CheckpointPolicy) -> int:
-        if policy not in self._tops:
-            self._tops[policy] = self.search.worthwhile(policy, len(self.search.ladder) - 1)
-        return self._tops[policy]
 
     def _at(self, policy: CheckpointPolicy, rung: int) -> Candidate:
         estimated = self.search.at(policy, rung)
@@ -613,8 +608,10 @@ class _Traces:
 
 def _shown(found: Plan, candidates: list[Candidate]) -> tuple[Candidate, ...]:
     """The choice, then the best of each kind of policy, then what does not fit."""
-    extra = (found.choice, found.least, found.smallest, found.next_up)
-    chosen = {c.step: c for c in (*_best_of_kinds(candidates), *extra) if c is not None}
+    extra = [c for c in (found.choice, found.least, found.next_up) if c is not None]
+    if found.smallest is not None and not found.smallest.fits:
+        extra.append(found.smallest)
+    chosen = {c.step: c for c in (*_best_of_kinds(candidates), *extra)}
     ordered = sorted(chosen.values(), key=lambda c: (c is not found.choice, *_order(c)))
     return tuple(ordered)
 

@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 Estimator = Callable[[ModelConfig, StepConfig], "Estimate"]
 
 LARGEST_BATCH = 1 << 20
-NO_GAIN = 0.01  # a batch grows no further where a larger one cannot add more than this to the tokens/s
+NO_GAIN = 0.0075  # a batch grows no further where a larger one cannot add more than this to the tokens/s
+USUAL_BATCH = 16  # where to begin to look for the batch that grows no further
 SPEED_DIGITS = 3  # of tokens/s: two fitted rates know no more
 
 RULE = (
     "the most tokens/s of what fits; of equals, the least recompute. "
-    f"A batch grows no further once no larger one could add more than {NO_GAIN:.0%}"
+    f"A batch grows no further once no larger one could add more than {NO_GAIN:.2%}"
 )
 """What ``fastest`` and ``Search.best`` do, in words."""
 
@@ -98,11 +99,15 @@ class Candidate:
             return self.estimate.footprint_bytes
         return self.estimate.peak_bytes + self.cache_limit_bytes
 
+    @property
+    def speed(self) -> float:
+        """Tokens a second with every digit of the estimate; 0 where no time is known."""
+        return self.step.tokens / self.estimate.step_seconds if self.estimate.step_seconds > 0 else 0.0
+
     @cached_property
     def tokens_per_second(self) -> float:
-        """To ``SPEED_DIGITS`` digits, so that what is compared is what is shown; 0 where no time is known."""
-        seconds = self.estimate.step_seconds
-        return float(f"{self.step.tokens / seconds:.{SPEED_DIGITS}g}") if seconds > 0 else 0.0
+        """``speed`` to ``SPEED_DIGITS`` digits, so that what is compared is what is shown."""
+        return float(f"{self.speed:.{SPEED_DIGITS}g}")
 
 
 @dataclass(frozen=True)
@@ -195,25 +200,23 @@ class Search:
 
     def best(self, policy: CheckpointPolicy, guess: int = 0) -> Candidate:
         """The largest that fits with that policy and is worth its memory; where none fits, the smallest."""
-        rung = self.largest_rung(policy, guess)
-        return self.at(policy, 0 if rung is None else self.worthwhile(policy, rung))
+        return self.at(policy, min(self.largest_rung(policy, guess) or 0, self.top))
 
-    def worthwhile(self, policy: CheckpointPolicy, rung: int) -> int:
-        """``rung``, or the lowest below it that has all but ``NO_GAIN`` of the tokens/s of any batch there is.
+    @cached_property
+    def top(self) -> int:
+        """The rung where a batch grows no further: it has all but ``NO_GAIN`` of the tokens/s of the highest one.
 
-        It does not depend on the budget. A target batch always takes the largest micro-batch.
+        It is asked of the template's policy and depends on no budget. More recompute a sequence makes a step longer and
+        what it does but once count less, so with that the rung has no smaller a share. A target batch always takes the
+        largest micro-batch.
         """
+        highest = len(self.ladder) - 1
         if self.ladder.target_batch is not None:
-            return rung
-        enough = (1 - NO_GAIN) * self.limit(policy)
-        if self.at(policy, rung).tokens_per_second < enough:
-            return rung
-        slow = last_fitting(lambda below: self.at(policy, below).tokens_per_second < enough, rung, rung // 2)
+            return highest
+        policy = self.template.checkpoint
+        enough = (1 - NO_GAIN) * self.at(policy, highest).speed
+        slow = last_fitting(lambda rung: self.at(policy, rung).speed < enough, highest, USUAL_BATCH)
         return 0 if slow is None else slow + 1
-
-    def limit(self, policy: CheckpointPolicy) -> float:
-        """Tokens/s that no batch passes with that policy: those of the highest rung."""
-        return self.at(policy, len(self.ladder) - 1).tokens_per_second
 
     def all_ends(self, families: Families) -> list[Candidate]:
         """``best`` without recompute, and with the most recompute of each kind."""
@@ -226,20 +229,29 @@ class Search:
     def between(self, family: Sequence[CheckpointPolicy], rival: Candidate | None) -> list[Candidate]:
         """``best`` of every policy of a family, but its end, that could be faster than a rival.
 
+        Nothing that recomputes is faster than no recompute at the same batch, so only larger batches count.
+
         Args:
             family: policies, the less recomputed the earlier, so the earlier the faster at one batch; the last one
                 is an end, searched already.
             rival: the fastest found so far, None where nothing fits.
         """
+        plain = self.largest_rung(NO_CHECKPOINT)
+        start = 0 if plain is None else plain + 1
         found: list[Candidate] = []
-        guess = self.largest_rung(NO_CHECKPOINT) or 0
+        guess = start
         for policy in family[:-1]:
-            if rival is not None and self.limit(policy) < rival.tokens_per_second:
+            if start > self.top or (rival is not None and self._limit(policy) < rival.tokens_per_second):
                 break
-            found.append(self.best(policy, guess))
-            guess = self.largest_rung(policy) or 0
-            rival = fastest([found[-1], *([rival] if rival else [])], self.model.n_layers)
+            if self.at(policy, start).fits:
+                found.append(self.best(policy, guess))
+                guess = self.rung_of(found[-1])
+                rival = fastest([found[-1], *([rival] if rival else [])], self.model.n_layers)
         return found
+
+    def _limit(self, policy: CheckpointPolicy) -> float:
+        """Tokens/s that no batch that is tried passes with that policy."""
+        return self.at(policy, self.top).tokens_per_second
 
     def above(self, candidate: Candidate) -> Candidate | None:
         """The rung above a candidate's, None at the top of the ladder."""

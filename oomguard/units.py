@@ -31,9 +31,18 @@ _UNITS = {
     "g": GIB,
     "t": TIB,
 }
-_BARE_UNITS = ("GB", "GiB", "MiB", "B")
 _ROUNDS_UP = 1023.95 / 1024  # what would show as 1024.0 of a unit is 1.0 of the next
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?|\.\d+)\s*(?P<unit>[a-zA-Z]*)\s*")
+
+
+class NoUnitError(InputError):
+    """A size as a text without a unit, and what to write: it could mean any of them."""
+
+    def __init__(self, text: str, number: str) -> None:
+        number = _shortened(number)
+        self.units = f"{number}GB, {number}GiB, {number}MiB, or {number}B for bytes"
+        self.number = number
+        super().__init__(f"{_shortened(text)!r} has no unit; write {self.units}")
 
 
 def parse_bytes(text: str | int) -> int:
@@ -54,11 +63,7 @@ def parse_bytes(text: str | int) -> int:
         raise InputError(f"{_shortened(str(text))!r} is not a size; write it as 16GB, 16GiB or 512MiB")
     size = Decimal(match["number"]) * _UNITS[match["unit"].lower()]
     if isinstance(text, str) and not match["unit"] and size:
-        number = _shortened(match["number"])
-        units = ", ".join(f"{number}{unit}" for unit in _BARE_UNITS[:-1])
-        raise InputError(
-            f"{_shortened(text)!r} has no unit; write {units}, or {number}{_BARE_UNITS[-1]} for bytes"
-        )
+        raise NoUnitError(text, match["number"])
     if size >= 1 << 63:
         raise InputError(f"{_shortened(str(text))!r} is more memory than a machine can address")
     return int(size)

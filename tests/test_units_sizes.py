@@ -24,9 +24,9 @@ SIZES = st.integers(min_value=0, max_value=1 << 60)
         (".5gb", 5 * 10**8),
         ("3PB", 3 * 10**15),
         ("0", 0),
-        ("17", 17),
+        ("0.0", 0),
         ("17B", 17),
-        ("1.9", 1),
+        ("1.9B", 1),
         (16, 16),
     ],
 )
@@ -42,7 +42,16 @@ def test_parse_bytes_refuses_what_is_not_a_size(text: str | int) -> None:
         parse_bytes(text)
 
 
-@pytest.mark.parametrize("text", ["9" * 19, "9300PB", "9" * 5000 + "TiB", "9999999999GiB"])
+@pytest.mark.parametrize("text", ["32", "5", " 1.9 ", "9" * 19, "17179869184"])
+def test_parse_bytes_refuses_a_text_without_a_unit_and_says_what_to_write(text: str) -> None:
+    with pytest.raises(InputError, match="has no unit; write ") as caught:
+        parse_bytes(text)
+    number = text.strip()
+    assert f"write {number}GB, {number}GiB, {number}MiB, or {number}B for bytes" in str(caught.value)
+    assert parse_bytes(f"{number}B") == int(float(number)) if len(number) < 10 else parse_bytes(f"{number}B")
+
+
+@pytest.mark.parametrize("text", ["9" * 19 + "B", "9300PB", "9" * 5000 + "TiB", "9999999999GiB"])
 def test_parse_bytes_refuses_more_than_an_address_holds_in_one_short_line(text: str) -> None:
     with pytest.raises(InputError, match="more memory than a machine can address") as caught:
         parse_bytes(text)
@@ -51,7 +60,7 @@ def test_parse_bytes_refuses_more_than_an_address_holds_in_one_short_line(text: 
 
 @given(SIZES)
 def test_parse_bytes_reads_back_a_whole_number(size: int) -> None:
-    assert parse_bytes(str(size)) == parse_bytes(f"{size} B") == parse_bytes(size) == size
+    assert parse_bytes(f"{size}B") == parse_bytes(f"{size} B") == parse_bytes(size) == size
 
 
 @given(SIZES)

@@ -68,7 +68,7 @@ def command(
     """Find the fastest setting of a training step that fits: batch, accumulation
     and gradient checkpointing within the memory this process may use. The rule:
     the most tokens/s of what fits; of equals, the least recompute. A batch grows
-    no further once no larger one could add more than 1%.
+    no further once no larger one could add more than 0.75%.
 
     \b
     oomguard plan --preset behemoth

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
-from oomguard.planner import Plan, Request
+from oomguard.planner import Plan, Request, Tradeoff
 from oomguard.search import RULE, Candidate
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ ESTIMATE_SCHEMA = "oomguard.estimate/1"
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The object ``oomguard plan --json`` prints; ``choice`` is null when nothing fits.
 
-    ``next_up``, ``ceiling``, ``least``, ``smallest`` and ``reliefs`` are those of ``Plan``, null or empty where there
-    are none.
+    ``next_up``, ``ceiling``, ``tradeoff``, ``least``, ``smallest`` and ``reliefs`` are those of ``Plan``, null or
+    empty where there are none.
     """
     return {
         "schema": PLAN_SCHEMA,
@@ -36,6 +36,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "candidates": [candidate_json(candidate) for candidate in plan.candidates],
         "next_up": _candidate_or_null(plan.next_up),
         "ceiling": _candidate_or_null(plan.ceiling),
+        "tradeoff": _tradeoff(plan.tradeoff) if plan.tradeoff is not None else None,
         "least": _candidate_or_null(plan.least),
         "smallest": _candidate_or_null(plan.smallest),
         "reliefs": [
@@ -68,6 +69,14 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
         "tokens_per_second": candidate.tokens_per_second,
         "breakdown": dict(candidate.estimate.breakdown),
         "engine": candidate.engine,
+    }
+
+
+def _tradeoff(ends: Tradeoff) -> dict[str, Any]:
+    return {
+        "plain": candidate_json(ends.plain),
+        "every": candidate_json(ends.every),
+        "slowdown": ends.slowdown,
     }
 
 

@@ -107,7 +107,7 @@ def _why(plan: Plan, choice: Candidate) -> Iterator[str]:
         share = choice.tokens_per_second / top.tokens_per_second
         yield (
             f"A larger batch buys nothing here: up to {say_batch(top.step)} fits, and {say_batch(choice.step)} "
-            f"already has {share:.0%} of its tokens/s."
+            f"already has {share:.1%} of its tokens/s."
         )
 
 
@@ -161,9 +161,12 @@ def _nothing_fits(plan: Plan, ink: Ink) -> Iterator[str]:
     assert least is not None
     assert smallest is not None
     yield paragraph(f"{ink.bad('Does not fit')}: {ink.strong(_what_was_asked(plan.request))}", rest="  ")
-    said = f"{say_batch(least.step)} with {say_policy(least.policy, n_layers)}"
-    which = "can be asked for" if least.step == smallest.step else "does what was asked"
-    yield paragraph(f"The least that {which}, {said}, {_excess(least)}.", "  ")
+    if plan.request.batch is not None and plan.request.checkpoint is not None:
+        yield paragraph(f"It {_excess(least)}.", "  ")
+    else:
+        said = f"{say_batch(least.step)} with {say_policy(least.policy, n_layers)}"
+        which = "can be asked for" if least.step == smallest.step else "does what was asked"
+        yield paragraph(f"The least that {which}, {said}, {_excess(least)}.", "  ")
     if least.step != smallest.step and not smallest.fits:
         said = f"{say_batch(smallest.step)} with {say_policy(smallest.policy, n_layers)}"
         yield paragraph(f"The least that can be asked for, {said}, {_excess(smallest)}.", "  ")
@@ -195,7 +198,9 @@ def _what_was_asked(request: Request) -> str:
 
 def _candidate_lines(plan: Plan, ink: Ink) -> Iterator[str]:
     mixed = any(candidate.engine == "trace" for candidate in plan.candidates)
-    rows = [("", "batch", "checkpoint", "peak", "at most", "by" if mixed else "", "tokens/s", "")]
+    rows: list[tuple[str, ...]] = [
+        ("", "batch", "checkpoint", "peak", "at most", "by" if mixed else "", "tokens/s", "")
+    ]
     for candidate in plan.candidates:
         micro = f" x {candidate.step.accumulate}" if candidate.step.accumulate > 1 else ""
         rows.append(
@@ -232,8 +237,10 @@ def say_speed(candidate: Candidate) -> str:
 
 def _foot(plan: Plan, ink: Ink, model_option: str) -> Iterator[str]:
     traced = any(candidate.engine == "trace" for candidate in plan.candidates)
-    said = "Peaks by trace are simulated; every other peak, and all speeds: e" if traced else "E"
-    yield ink.faint(paragraph(said + calibration_line(plan.calibration).removeprefix("E")))
+    said = calibration_line(plan.calibration)
+    if traced:
+        said = f"Peaks by trace are simulated; the others, and all speeds, are e{said.removeprefix('E')}"
+    yield ink.faint(paragraph(said))
     for warning in plan.warnings:
         yield ink.warn(paragraph(f"warning: {warning}", rest="  "))
     if plan.choice is not None:
