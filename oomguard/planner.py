@@ -98,6 +98,8 @@ class Plan:
         next_up: the choice with the next larger batch, where that does not fit.
         ceiling: the choice's policy at the largest batch that fits; larger than the choice where a larger batch buys
             nothing (``search.RULE``).
+        grows_to: the batch that none of the candidates passes, since a larger one buys nothing; None where the batch or
+            the target batch was given.
         least: when nothing fits, the setting that needs least of those that were asked for.
         smallest: when nothing fits, the setting of the model that needs least; it fits only if the request rules it
             out.
@@ -114,6 +116,7 @@ class Plan:
     next_up: Candidate | None = None
     ceiling: Candidate | None = None
     tradeoff: Tradeoff | None = None
+    grows_to: int | None = None
     largest: Candidate | None = None
     least: Candidate | None = None
     smallest: Candidate | None = None
@@ -277,6 +280,8 @@ def answer(
     solved = prices.solve(request)
     warnings += solved.said
     found = Plan(request, device, budget, calibration, solved.choice, (), largest=solved.largest())
+    if request.batch is None and request.target_batch is None:
+        found = replace(found, grows_to=solved.search.ladder.batches[solved.search.top])
     if solved.choice is None:
         found = replace(found, **_what_would_fit(request, device, prices, solved))
     else:

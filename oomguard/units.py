@@ -36,13 +36,19 @@ _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?|\.\d+)\s*(?P<unit>[a-zA-Z]*)\s*
 
 
 class NoUnitError(InputError):
-    """A size as a text without a unit, and what to write: it could mean any of them."""
+    """A size as a text without a unit, and what to write: each unit that gives no more than a machine has."""
 
     def __init__(self, text: str, number: str) -> None:
-        number = _shortened(number)
-        self.units = f"{number}GB, {number}GiB, {number}MiB, or {number}B for bytes"
+        sizes = [
+            f"{number}{unit}"
+            for unit in ("GB", "GiB", "MiB")
+            if Decimal(number) * _UNITS[unit.lower()] <= 64 * TIB
+        ]
         self.number = number
-        super().__init__(f"{_shortened(text)!r} has no unit; write {self.units}")
+        self.suggestion = ", ".join(
+            [*sizes, f"or {number}B for bytes"] if sizes else [f"{number}B for bytes"]
+        )
+        super().__init__(f"{_shortened(text)!r} has no unit; write {self.suggestion}")
 
 
 def parse_bytes(text: str | int) -> int:
@@ -62,10 +68,10 @@ def parse_bytes(text: str | int) -> int:
     if match is None or match["unit"].lower() not in _UNITS:
         raise InputError(f"{_shortened(str(text))!r} is not a size; write it as 16GB, 16GiB or 512MiB")
     size = Decimal(match["number"]) * _UNITS[match["unit"].lower()]
-    if isinstance(text, str) and not match["unit"] and size:
-        raise NoUnitError(text, match["number"])
     if size >= 1 << 63:
         raise InputError(f"{_shortened(str(text))!r} is more memory than a machine can address")
+    if isinstance(text, str) and not match["unit"] and size:
+        raise NoUnitError(text, match["number"])
     return int(size)
 
 

@@ -17,7 +17,17 @@ from oomguard.report.as_json import plan_json
 from oomguard.units import GIB
 
 CONTRACT = {"schema", "device", "request", "choice", "candidates", "calibration", "warnings"}
-BESIDE_THE_CHOICE = {"rule", "next_up", "ceiling", "tradeoff", "least", "smallest", "reliefs"}
+BESIDE_THE_CHOICE = {
+    "budget",
+    "rule",
+    "next_up",
+    "ceiling",
+    "grows_to",
+    "tradeoff",
+    "least",
+    "smallest",
+    "reliefs",
+}
 CANDIDATE = {
     "batch",
     "seq_len",

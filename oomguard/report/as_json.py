@@ -19,7 +19,7 @@ ESTIMATE_SCHEMA = "oomguard.estimate/1"
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The object ``oomguard plan --json`` prints; ``choice`` is null when nothing fits.
 
-    ``next_up``, ``ceiling``, ``tradeoff``, ``least``, ``smallest`` and ``reliefs`` are those of ``Plan``, null or
+    ``next_up``, ``ceiling``, ``grows_to``, ``tradeoff``, ``least``, ``smallest`` and ``reliefs`` are those of ``Plan``, null or
     empty where there are none.
     """
     return {
@@ -30,12 +30,20 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "budget_bytes": plan.budget.budget_bytes,
             "bound_by": plan.budget.bound_by,
         },
+        "budget": {
+            "budget_bytes": plan.budget.budget_bytes,
+            "bound_by": plan.budget.bound_by,
+            "headroom_bytes": plan.budget.headroom_bytes,
+            "bounds": dict(plan.budget.candidates),
+            "largest_buffer_bytes": plan.budget.largest_buffer_bytes,
+        },
         "request": _request(plan.request),
         "rule": RULE,
         "choice": _candidate_or_null(plan.choice),
         "candidates": [candidate_json(candidate) for candidate in plan.candidates],
         "next_up": _candidate_or_null(plan.next_up),
         "ceiling": _candidate_or_null(plan.ceiling),
+        "grows_to": plan.grows_to,
         "tradeoff": _tradeoff(plan.tradeoff) if plan.tradeoff is not None else None,
         "least": _candidate_or_null(plan.least),
         "smallest": _candidate_or_null(plan.smallest),

@@ -19,7 +19,7 @@ from oomguard.report.words import (
     say_policy,
     say_step,
 )
-from oomguard.search import SPEED_DIGITS, Candidate
+from oomguard.search import NO_GAIN, SPEED_DIGITS, Candidate
 from oomguard.units import format_bytes, format_seconds
 
 
@@ -109,6 +109,8 @@ def _why(plan: Plan, choice: Candidate) -> Iterator[str]:
             f"A larger batch buys nothing here: up to {say_batch(top.step)} fits, and {say_batch(choice.step)} "
             f"already has {share:.1%} of its tokens/s."
         )
+    elif any(c.batch == plan.grows_to and c is not choice for c in plan.candidates):
+        yield f"No batch below grows past {plan.grows_to}: a larger one adds less than {NO_GAIN:.2%} to the tokens/s."
 
 
 def _window_alone_breaks_it(above: Candidate, plan: Plan) -> bool:
