@@ -87,8 +87,8 @@ def parse_headroom(value: str | int | Headroom) -> Headroom:
     try:
         size = parse_bytes(value)
     except NoUnitError as error:
-        percent = f"{error.number}%, " if float(error.number) < 100 else ""
-        raise InputError(f"{value!r} has no unit; write it as {percent}{error.suggestion}") from error
+        or_share = f"{error.number}%, " if float(error.number) < 100 else ""
+        raise InputError(f"{value!r} has no unit; write it as {or_share}{error.suggestion}") from error
     except InputError as error:
         raise InputError(f"{value!r} is not a headroom; write it as 10% or 1GiB") from error
     if size < 0:

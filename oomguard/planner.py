@@ -401,11 +401,12 @@ class _Prices:
 
 def _around(solved: _Solved, choice: Candidate) -> dict[str, Any]:
     """What surrounds the choice: the next rung up, the largest that fits, and the two ends."""
-    above = solved.search.above(choice)
+    above, ceiling = solved.search.above(choice), solved.ceiling(choice.policy)
     next_up = None if above is None else solved.known(above)
+    grows_no_further = ceiling is not None and ceiling.batch > choice.batch
     return {
-        "next_up": next_up if next_up is not None and not next_up.fits else None,
-        "ceiling": solved.ceiling(choice.policy),
+        "next_up": None if next_up is None or next_up.fits or grows_no_further else next_up,
+        "ceiling": ceiling,
         "tradeoff": _tradeoff(solved),
     }
 

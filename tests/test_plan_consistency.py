@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from local_rows import run
 
 from oomguard.cli.plan import command as plan_command
+from oomguard.errors import InputError
 from oomguard.planner import plan
 from oomguard.report.as_json import plan_json
+from oomguard.report.plan_text import plan_text
 from oomguard.report.words import say_policy
 from oomguard.units import format_bytes
 
@@ -162,8 +164,8 @@ def check_text(words: list[str], status: int, text: str, found: dict[str, Any]) 
         assert ceiling["batch"] > choice["batch"]
         assert f"already has {choice['tokens_per_second'] / ceiling['tokens_per_second']:.1%} of" in flat
     assert all(c["batch"] <= (found["grows_to"] or c["batch"]) for c in found["candidates"] if c["fits"])
-    if "No batch below grows past" in flat:
-        assert f"grows past {found['grows_to']}: " in flat
+    if "No batch in the table" in flat:
+        assert f"is above {found['grows_to']}: " in flat
     ends = re.search(r"Batch (\d+)(?: x \d+ accumulated)? with every block recomputed", flat)
     if ends is not None:
         assert int(ends[1]) == found["tradeoff"]["every"]["batch"]
@@ -276,3 +278,69 @@ def test_every_spelling_of_a_policy_in_help_message_and_readme_is_read() -> None
     for spelling in spellings:
         CheckpointPolicy.parse(spelling.replace("=K", "=4").replace("=N", "=2"))
     assert CheckpointPolicy.parse("sqrt") == CheckpointPolicy.parse("stride=sqrt")
+
+
+TRACED = [
+    "--preset tiny --device cpu-16gb --memory 8GB",
+    "--preset tiny --device cpu-16gb --memory 150MB",
+    "--preset tiny --device m5-pro-48gb --memory 1GB --grad-checkpoint every",
+    "--preset tiny --device cpu-16gb --memory 40MB --batch 32 --grad-checkpoint none",
+]
+
+
+@pytest.mark.parametrize("words", TRACED)
+def test_engine_trace_traces_the_choice_and_marks_every_row(words: str) -> None:
+    asked = [*words.split(), "--engine", "trace"]
+    answered = plan(**asked_in_python(asked))
+    text, found = plan_text(answered), plan_json(answered)
+    check_json(asked, 0 if answered.fits else 1, found)
+    check_sizes(text, found)
+    near = [found[name] for name in ("choice", "next_up", "ceiling", "least") if found[name] is not None]
+    assert near
+    assert {candidate["engine"] for candidate in near} == {"trace"}
+    rows = [line for line in text.splitlines() if re.match(r">? +\d+( x \d+)?  +\S+  +[\d.]+ \w+ ", line)]
+    assert [re.search(r" (trace|estimate) ", row)[1] for row in rows] == [  # type: ignore[index]
+        candidate["engine"] for candidate in found["candidates"]
+    ]
+    for relief in found["reliefs"]:
+        assert relief["candidate"]["engine"] == "trace"
+        again = plan(**asked_in_python([*asked, *shlex.split(relief["options"])]))
+        assert again.fits, relief["options"]
+
+
+def size_options() -> list[tuple[str, click.Option]]:
+    """Every option of every command that takes a size."""
+    from oomguard.cli.main import cli
+
+    commands = {
+        name: cli.get_command(click.Context(cli), name) for name in cli.list_commands(click.Context(cli))
+    }
+    return [
+        (f"{name} {parameter.opts[0]}", parameter)
+        for name, found in commands.items()
+        if found is not None
+        for parameter in found.params
+        if isinstance(parameter, click.Option) and parameter.type.name in ("memory", "size", "headroom")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"), size_options(), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_size_without_a_unit_is_refused_with_what_to_write(name: str, parameter: click.Option) -> None:
+    for text in ("32", "5", "1.5"):
+        with pytest.raises(InputError, match=f"{parameter.opts[0]}: '{text}' has no unit; write .*{text}GiB"):
+            parameter.type.convert(text, parameter, None)
+    assert parameter.type.convert("32MiB", parameter, None) is not None
+
+
+def test_every_command_with_a_size_is_among_those_that_refuse_one_without_a_unit() -> None:
+    names = {name.split()[0] for name, _ in size_options()}
+    assert names >= {"plan", "train", "trace", "measure"}
+
+
+def test_size_in_python_is_bytes_as_a_number_and_needs_a_unit_as_a_text() -> None:
+    assert plan("tiny", device="cpu-16gb", memory=200 << 20).budget.budget_bytes == 200 << 20
+    for name, text in (("memory", "32"), ("headroom", "5")):
+        with pytest.raises(InputError, match="has no unit; write"):
+            plan("tiny", device="cpu-16gb", **{name: text})  # type: ignore[arg-type]

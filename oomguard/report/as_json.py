@@ -19,8 +19,8 @@ ESTIMATE_SCHEMA = "oomguard.estimate/1"
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The object ``oomguard plan --json`` prints; ``choice`` is null when nothing fits.
 
-    ``next_up``, ``ceiling``, ``grows_to``, ``tradeoff``, ``least``, ``smallest`` and ``reliefs`` are those of ``Plan``, null or
-    empty where there are none.
+    From ``rule`` on to ``reliefs``, what stands beside choice and candidates is that of ``Plan``, null or empty where
+    there is none.
     """
     return {
         "schema": PLAN_SCHEMA,

@@ -110,7 +110,8 @@ def _why(plan: Plan, choice: Candidate) -> Iterator[str]:
             f"already has {share:.1%} of its tokens/s."
         )
     elif any(c.batch == plan.grows_to and c is not choice for c in plan.candidates):
-        yield f"No batch below grows past {plan.grows_to}: a larger one adds less than {NO_GAIN:.2%} to the tokens/s."
+        gain = f"{NO_GAIN:.2%} to the tokens/s"
+        yield f"No batch in the table is above {plan.grows_to}: a larger one adds less than {gain}."
 
 
 def _window_alone_breaks_it(above: Candidate, plan: Plan) -> bool:
