@@ -30,8 +30,8 @@ RIDGE = 0.003  # a coefficient few rows reach stays near its start instead of wa
 MIN_ROWS = 8
 LOW_MARGIN, HIGH_MARGIN = 0.99, 1.01
 MIN_SPEED_ROWS = 4
-# A fit of a few rows may miss by less than what is shipped by luck. It is used where it misses by a tenth less and by 0.1%,
-# and where that is twice as much as it could be by chance (the standard error of the mean).
+# A fit of a few rows may miss by less than what is shipped by luck. It is used where it misses by a tenth less and by
+# 0.1%, and where that is twice as much as it could be by chance (the standard error of the mean).
 WORTH_REPLACING, WORTH_REPLACING_AT_ALL, SURE = 0.1, 0.001, 2.0
 MIN_ROWS_FOR_RATES = (
     12  # with fewer, rates of one's own predict worse than the shipped ones scaled: see LOG.md
