@@ -178,7 +178,8 @@ def check_text(words: list[str], status: int, text: str, found: dict[str, Any]) 
         if choice["checkpoint"]["policy"] == "none":
             assert plain["batch"] == ceiling["batch"]
     for relief in found["reliefs"]:
-        assert relief["options"] in text
+        assert relief["options"] in flat
+    assert [line for line in text.splitlines() if len(line) > 80 and "oomguard train" not in line] == []
     rows = [line for line in text.splitlines() if re.match(r">? +\d+( x \d+)?  +\S+  +[\d.]+ \w+ ", line)]
     assert len(rows) == len(found["candidates"])
     for row, candidate in zip(rows, found["candidates"], strict=True):
@@ -248,6 +249,7 @@ TYPED = [
     "--preset huge --device cpu-16gb --memory 176MB --target-batch 8 --accumulate 4 --grad-checkpoint none",
     "--preset huge --device cpu-16gb --memory 1GB --batch 64 --grad-checkpoint none",
     "--preset huge --device cpu-16gb --memory 100MB --batch 8 --accumulate 4",
+    "--preset huge --device cpu-16gb --memory 300MB --batch 64 --accumulate 2 --grad-checkpoint none",
     "--preset titan --device m5-pro-48gb --memory 16GB",
     "--preset tiny --device m5-pro-48gb --memory 32GiB",
     "--preset tiny --device metal-128gb --memory 100GB",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from oomguard.budget import Budget
 from oomguard.planner import Plan, Request
 from oomguard.report.estimate_text import breakdown_lines, calibration_line
-from oomguard.report.style import Ink, paragraph, table
+from oomguard.report.style import WIDTH, Ink, paragraph, table
 from oomguard.report.words import (
     PRICE_OF_WAITING,
     SHORT_DTYPES,
@@ -175,11 +175,24 @@ def _nothing_fits(plan: Plan, ink: Ink) -> Iterator[str]:
         yield paragraph(f"The least that can be asked for, {said}, {_excess(smallest)}.", "  ")
     if plan.reliefs:
         yield "  What would fit, added to the command:"
-        rows = [
-            (options, f"{say_batch(c.step)}, {say_policy(c.policy, n_layers)}", format_bytes(c.peak_bytes))
-            for options, c in plan.reliefs
-        ]
-        yield from table(rows, "<<>", indent="    ")
+        yield from _relief_lines(plan)
+
+
+def _relief_lines(plan: Plan) -> list[str]:
+    """A line a relief; two where one of them would be too long: the options, and under them what they give."""
+    n_layers = plan.request.model.n_layers
+    rows = [
+        (options, f"{say_batch(c.step)}, {say_policy(c.policy, n_layers)}", format_bytes(c.peak_bytes))
+        for options, c in plan.reliefs
+    ]
+    lines = table(rows, "<<>", indent="    ")
+    if max(map(len, lines)) <= WIDTH:
+        return lines
+    return [
+        line
+        for options, gives, peak in rows
+        for line in (paragraph(options, "    "), paragraph(f"{gives}, {peak}", "      "))
+    ]
 
 
 def _what_was_asked(request: Request) -> str:
