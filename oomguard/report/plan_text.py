@@ -191,7 +191,7 @@ def _relief_lines(plan: Plan) -> list[str]:
     return [
         line
         for options, gives, peak in rows
-        for line in (paragraph(options, "    "), paragraph(f"{gives}, {peak}", "      "))
+        for line in (paragraph(options, "    "), paragraph(f"{gives}: peak {peak}", "      "))
     ]
 
 
