@@ -37,9 +37,8 @@ def plan_text(plan: Plan, colour: bool = False, model_option: str = "") -> str:
         parts.append("\n".join(_candidate_lines(plan, ink)))
     shown = plan.choice or plan.least
     if shown is not None:
-        holds = [
-            ink.faint(f"What holds {format_bytes(shown.peak_bytes)} at the peak ({shown.estimate.phase})")
-        ]
+        peak = format_bytes(shown.peak_bytes)
+        holds = [ink.faint(paragraph(f"What holds {peak} at the peak ({shown.estimate.phase})"))]
         parts.append("\n".join(holds + breakdown_lines(shown.estimate.breakdown)))
     parts.append("\n".join(_foot(plan, ink, model_option)))
     return "\n\n".join(part for part in parts if part)
