@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from oomguard.device import CUDA_SHARE, Device
 from oomguard.errors import InputError
-from oomguard.units import GIB, TIB, format_bytes, parse_bytes
+from oomguard.units import GIB, TIB, NoUnitError, format_bytes, parse_bytes
 
 # Beside MLX's arrays a run holds an interpreter, mapped libraries, kernels and command buffers, and the rest
 # of the machine grows and shrinks; none of it scales with memory beyond a few GiB.
@@ -72,7 +72,7 @@ def parse_memory(value: str | int) -> int:
 
 
 def parse_headroom(value: str | int | Headroom) -> Headroom:
-    """``10%``, ``1GiB`` or a number of bytes.
+    """``10%``, ``1GiB``, or a number of bytes as an integer.
 
     Raises:
         InputError: neither a percentage below 100 nor a size.
@@ -86,6 +86,9 @@ def parse_headroom(value: str | int | Headroom) -> Headroom:
         return Headroom(share=share)
     try:
         size = parse_bytes(value)
+    except NoUnitError as error:
+        or_share = f"{error.number}%, " if float(error.number) < 100 else ""
+        raise InputError(f"{value!r} has no unit; write it as {or_share}{error.suggestion}") from error
     except InputError as error:
         raise InputError(f"{value!r} is not a headroom; write it as 10% or 1GiB") from error
     if size < 0:

@@ -92,6 +92,8 @@ class Coefficients(Frozen):
     speed: Speed
     cache_bytes: Annotated[int, Field(ge=0)]
     ranges: dict[str, tuple[float, float]]
+    passed_over: str = Field(default="", exclude=True)
+    """Why this machine's own calibration is not used, where it should be; never in a file."""
 
     def mode(self, compiled: bool) -> Mode:
         return self.compiled if compiled else self.eager
@@ -157,17 +159,22 @@ def shipped(backend: str) -> Coefficients:
 def load(backend: str, *, mlx_version: str | None = None, device: str | None = None) -> Coefficients:
     """This machine's own calibration if there is one for it, else the shipped profile of the backend.
 
+    A local file that cannot be used is passed over, and ``passed_over`` of what is returned says why: a plan needs no
+    file of the user's to be whole.
+
     Args:
         backend: ``cpu``, ``metal`` or ``cuda``.
         mlx_version: the installed MLX; a local calibration of another version is passed over.
         device: the device planned for; a local calibration of another device is passed over.
-
-    Raises:
-        InputError: the local file is damaged.
     """
     path = local_path(backend)
     if path.exists():
-        local = read_coefficients(path)
+        try:
+            local = read_coefficients(path)
+        except InputError as error:
+            return shipped(backend).model_copy(
+                update={"passed_over": f"{error}; the shipped coefficients are used"}
+            )
         same_mlx = mlx_version is None or local.mlx == mlx_version
         same_device = device is None or local.device == device
         if local.backend == backend and same_mlx and same_device:

@@ -22,6 +22,19 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Optimizer = Literal["sgd", "adam", "adamw", "lion", "adafactor", "muon"]
 PolicyName = Literal["none", "every", "stride", "blocks", "attention", "custom_function"]
 
+POLICY_SPELLINGS = (
+    "none",
+    "every",
+    "stride=K",
+    "stride=sqrt",
+    "stride=auto",
+    "blocks=N",
+    "attention",
+    "attention,blocks=N",
+    "custom_function",
+)
+"""Every way to write a checkpoint policy, K and N being numbers; ``sqrt`` alone is ``stride=sqrt``."""
+
 ITEM_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZERS: tuple[Optimizer, ...] = ("sgd", "adam", "adamw", "lion", "adafactor", "muon")
 
@@ -141,7 +154,7 @@ class CheckpointPolicy(Frozen):
 
     @classmethod
     def parse(cls, text: str) -> CheckpointPolicy:
-        """Reads ``none``, ``every``, ``stride=4``, ``stride=sqrt``, ``stride=auto``, ``blocks=8``,
+        """Reads ``none``, ``every``, ``stride=4``, ``stride=sqrt`` (or ``sqrt``), ``stride=auto``, ``blocks=8``,
         ``attention``, ``attention,blocks=8`` or ``custom_function``.
 
         Raises:
@@ -149,20 +162,17 @@ class CheckpointPolicy(Frozen):
         """
         match = re.fullmatch(
             r"(?P<plain>none|every|custom_function|attention)"
-            r"|stride=(?P<stride>\d{1,9}|sqrt|auto)"
+            r"|stride=(?P<stride>\d{1,9}|sqrt|auto)|(?P<root>sqrt)"
             r"|(?P<core>attention,)?blocks=(?P<blocks>\d{1,9})",
             text.strip().lower(),
         )
         if match is None:
-            raise InputError(
-                f"{text!r} is not a checkpoint policy; choose none, every, stride=K, stride=sqrt, "
-                "stride=auto, blocks=N, attention, attention,blocks=N or custom_function"
-            )
+            raise InputError(f"{text!r} is not a checkpoint policy; choose {say_policies()}")
         try:
             if match["plain"]:
                 return cls.model_validate({"policy": match["plain"]})
-            if match["stride"]:
-                stride = int(match["stride"]) if match["stride"].isdigit() else match["stride"]
+            if spelled := match["stride"] or match["root"]:
+                stride = int(spelled) if spelled.isdigit() else spelled
                 return cls.model_validate({"policy": "stride", "stride": stride})
             policy = "attention" if match["core"] else "blocks"
             return cls.model_validate({"policy": policy, "blocks": int(match["blocks"])})
@@ -203,6 +213,11 @@ class CheckpointPolicy(Frozen):
             return tuple(Segment(i, i + 1, region) for i in range(n))
         k = self.resolved_stride(n_layers, block_to_boundary)
         return tuple(Segment(i, min(i + k, n_layers)) for i in range(0, n_layers, k))
+
+
+def say_policies() -> str:
+    """``none, every, ... or custom_function``: what a checkpoint policy can be, for a help text or a message."""
+    return f"{', '.join(POLICY_SPELLINGS[:-1])} or {POLICY_SPELLINGS[-1]}"
 
 
 NO_CHECKPOINT = CheckpointPolicy()

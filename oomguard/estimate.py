@@ -16,6 +16,7 @@ CATEGORY_OF = {
     "end": "update_temporaries",
 }
 GIVES_WAY = ("saved_tensors", "attention_scores", "recompute", "gradients")
+STANDING = ("weights", "optimizer_state", "batch")  # what a step finds and leaves
 PHASE_OF = {"loss": "forward and loss", "end": "update"}
 
 
@@ -26,7 +27,8 @@ class Estimate:
     Attributes:
         peak_bytes: the largest moment, with the in-flight window.
         low_bytes, high_bytes: the band; measured rows lie inside it (see ``Coefficients``).
-        footprint_bytes: peak and the buffer cache beside it, what the system sees.
+        footprint_bytes: peak and the buffer cache beside it, what the system sees. Where no cache was measured (on a
+            GPU, where MLX keeps nearly all that it may) it is what a step frees and the next one takes again.
         sequenced_peak_bytes: the peak when nothing runs ahead (``mx.set_memory_limit(0)``).
         phase: when the peak is: ``forward and loss``, ``backward of block 3``, ``update``.
         phases: the bytes of every phase, largest moment of each.
@@ -95,11 +97,12 @@ def estimate(
     peak = sum(breakdown.values())
     phases[_phase_name(top)] = peak
     low, high = mode.band(step)
+    cache = coefficients.cache_bytes or peak - sum(breakdown.get(category, 0) for category in STANDING)
     return Estimate(
         peak_bytes=peak,
         low_bytes=int(peak * low),
         high_bytes=int(peak * high),
-        footprint_bytes=peak + coefficients.cache_bytes,
+        footprint_bytes=peak + cache,
         sequenced_peak_bytes=min(in_turn, peak),
         phase=_phase_name(top),
         phases=phases,
@@ -120,7 +123,8 @@ def step_seconds(inventory: Inventory, coefficients: Coefficients) -> float:
 def _in_flight(moment: Moment, mode: Mode) -> int:
     scales = mode.in_flight
     window = scales.get("window", 0.0) * moment.window_bytes
-    return int(scales[moment.kind] * moment.in_flight_bytes + window)
+    # Counted tensors are fitted over sizes, so some counts are below 0, and of tiny tensors so is the sum.
+    return max(0, int(scales[moment.kind] * moment.in_flight_bytes + window))
 
 
 def _phase_name(moment: Moment) -> str:
@@ -147,7 +151,7 @@ def _breakdown(moment: Moment, mode: Mode) -> dict[str, int]:
 def _warnings(inventory: Inventory, coefficients: Coefficients) -> list[str]:
     """A setting outside what was measured is said, not hidden."""
     names = {"params": "parameters", "tokens": "tokens a micro-batch", "seq_len": "sequence length"}
-    warnings = []
+    warnings = [coefficients.passed_over] if coefficients.passed_over else []
     for name, value in inventory.features().items():
         low, high = coefficients.ranges.get(name, (0, float("inf")))
         if not low <= value <= high:

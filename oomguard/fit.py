@@ -30,6 +30,12 @@ RIDGE = 0.003  # a coefficient few rows reach stays near its start instead of wa
 MIN_ROWS = 8
 LOW_MARGIN, HIGH_MARGIN = 0.99, 1.01
 MIN_SPEED_ROWS = 4
+# A fit of a few rows may miss by less than what is shipped by luck. It is used where it misses by a tenth less and by
+# 0.1%, and where that is twice as much as it could be by chance (the standard error of the mean).
+WORTH_REPLACING, WORTH_REPLACING_AT_ALL, SURE = 0.1, 0.001, 2.0
+MIN_ROWS_FOR_RATES = (
+    12  # with fewer, rates of one's own predict worse than the shipped ones scaled: see LOG.md
+)
 
 # A count is what the simulated evaluator holds; a device may hold somewhat less or more. Nothing can be in
 # flight twice over, and the window only has what Metal's command buffers can touch.
@@ -343,31 +349,181 @@ def fit_speed(rows: Sequence[Row], backend: Backend) -> Speed:
     Raises:
         InputError: fewer than 4 rows have a step time.
     """
-    timed = [(row, row.step_seconds) for row in rows if row.step_seconds]
-    if len(timed) < MIN_SPEED_ROWS:
-        raise InputError(f"{len(timed)} rows with a step time are too few to fit a speed")
-    dtypes = sorted({row.step.dtype for row, _ in timed if row.step})
-    work = np.zeros((len(timed), len(dtypes) + 1))
-    for i, (row, _) in enumerate(timed):
-        assert row.model is not None
-        assert row.step is not None
-        inventory = Inventory(row.model, row.step, backend)
-        work[i, dtypes.index(row.step.dtype)] = step_flops(inventory)
-        work[i, -1] = step_traffic_bytes(inventory)
-    seconds = np.array([time for _, time in timed])
-
-    def misses(log_rates: Vector) -> Vector:
-        return np.asarray(np.log(work @ np.exp(-log_rates) / seconds))
-
-    start = np.log(np.array([2 * work[:, :-1].sum() / seconds.sum()] * len(dtypes) + [1e10]))
-    found = least_squares(misses, start, loss="soft_l1", f_scale=0.2).x
-    rates = np.exp(np.clip(found, np.log(1e6), np.log(1e16)))
+    times = Times.of(rows, backend)
+    found = times.rates()
     return Speed(
-        flops_per_second={dtype: _significant(rate) for dtype, rate in zip(dtypes, rates, strict=False)},
-        bytes_per_second=_significant(rates[-1]),
-        rows=len(timed),
-        median_error=_rounded(float(np.median(np.abs(np.expm1(misses(found)))))),
+        flops_per_second={
+            dtype: _significant(rate) for dtype, rate in zip(times.dtypes, found, strict=False)
+        },
+        bytes_per_second=_significant(found[-1]),
+        rows=len(times.seconds),
+        median_error=_median_error(times.misses(found)),
     )
+
+
+@dataclass(frozen=True)
+class Times:
+    """Measured step times beside what the steps compute and move: FLOPs by dtype, then bytes."""
+
+    dtypes: Sequence[str]
+    work: Vector
+    seconds: Vector
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], backend: Backend) -> Times:
+        """The rows that have a step time.
+
+        Raises:
+            InputError: fewer than 4 have.
+        """
+        timed = [(row, row.step_seconds) for row in rows if row.step_seconds]
+        if len(timed) < MIN_SPEED_ROWS:
+            raise InputError(f"{len(timed)} rows with a step time are too few to fit a speed")
+        dtypes = sorted({row.step.dtype for row, _ in timed if row.step})
+        work = np.zeros((len(timed), len(dtypes) + 1))
+        for i, (row, _) in enumerate(timed):
+            assert row.model is not None
+            assert row.step is not None
+            inventory = Inventory(row.model, row.step, backend)
+            work[i, dtypes.index(row.step.dtype)] = step_flops(inventory)
+            work[i, -1] = step_traffic_bytes(inventory)
+        return cls(dtypes, work, np.array([time for _, time in timed]))
+
+    def misses(self, rates: Vector) -> Vector:
+        """log(predicted / measured) of each row."""
+        return np.asarray(np.log(self.work @ (1 / rates) / self.seconds))
+
+    def rates(self) -> Vector:
+        """FLOPs a second of each dtype and bytes a second that explain the times best."""
+        start = np.full(len(self.dtypes), 2 * self.work[:, :-1].sum() / self.seconds.sum())
+        found = least_squares(
+            lambda log_rates: self.misses(np.exp(log_rates)),
+            np.log(np.append(start, 1e10)),
+            loss="soft_l1",
+            f_scale=0.2,
+        ).x
+        return np.asarray(np.exp(np.clip(found, np.log(1e6), np.log(1e16))))
+
+    def rates_of(self, speed: Speed) -> Vector:
+        """The rates of a fitted speed, in the order of ``work``."""
+        flops = [speed.flops_per_second.get(d) or min(speed.flops_per_second.values()) for d in self.dtypes]
+        return np.array([*flops, speed.bytes_per_second])
+
+    def slower(self, speed: Speed) -> float:
+        """How many times as long these steps take as a speed says."""
+        return float(np.exp(-np.median(self.misses(self.rates_of(speed)))))
+
+    def left_out(self, fit: Callable[[Times], Vector]) -> Vector:
+        """The miss of each row, predicted with rates that were fitted to the others."""
+        found = np.empty(len(self.seconds))
+        for i in range(len(found)):
+            rest = np.arange(len(found)) != i
+            others = Times(self.dtypes, self.work[rest], self.seconds[rest])
+            found[i] = Times(self.dtypes, self.work[~rest], self.seconds[~rest]).misses(fit(others))[0]
+        return found
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a profile fitted beside the shipped one: how far off either is on rows neither has seen.
+
+    Errors are medians of the rows' shares, leave-one-out for the fit. ``better``: the fit is used.
+    """
+
+    name: str
+    error: float
+    shipped_error: float
+    better: bool
+
+
+def _better(misses: Vector, others: Vector) -> bool:
+    """Whether these misses are surely smaller than the other ones of the same rows."""
+    gains = np.abs(others) - np.abs(misses)
+    chance = SURE * gains.std(ddof=1) / np.sqrt(len(gains))
+    least = WORTH_REPLACING * np.abs(others).mean() + WORTH_REPLACING_AT_ALL
+    return bool(gains.mean() > max(chance, least))
+
+
+def _compared(name: str, misses: Vector, shipped_misses: Vector) -> Part:
+    return Part(name, _median_error(misses), _median_error(shipped_misses), _better(misses, shipped_misses))
+
+
+def fit_beside(
+    header: Header, rows: Sequence[Row], shipped: Coefficients, ridge: float, least: int
+) -> tuple[Coefficients, list[Part]]:
+    """A profile of one machine's rows that takes of a fit only what predicts better than what is shipped.
+
+    Compiled steps, eager steps and speed are judged apart, each by leave-one-out: of a few rows that ran on a busy
+    machine a fit can be worse than no fit at all.
+
+    Args:
+        header, rows, ridge, least: as for ``fit_profile``.
+        shipped: the profile that is used otherwise.
+
+    Returns:
+        The profile, and what was compared; ``shipped`` itself where nothing is better.
+
+    Raises:
+        InputError: too few rows.
+    """
+    found = fit_profile("local", header, rows, prior=shipped, ridge=ridge, least=least)
+    own = found.coefficients
+    parts, taken = [], {}
+    for way, compiled in (("compiled", True), ("eager", False)):
+        alike = [
+            i for i, row in enumerate(found.rows) if row.step is not None and row.step.compiled == compiled
+        ]
+        if alike:
+            table = tabulate([found.rows[i] for i in alike], header.backend)
+            measured = np.array([found.rows[i].peak_bytes for i in alike], dtype=float)
+            shipped_misses = np.log(table.predict(Fitted.of(shipped.mode(compiled))) / measured)
+            misses = np.log1p(np.array([found.errors[i] for i in alike]))
+            parts.append(_compared(f"peaks of {way} steps", misses, shipped_misses))
+        taken[way] = own.mode(compiled) if alike and parts[-1].better else shipped.mode(compiled)
+    speed, part = fit_speed_beside(rows, header.backend, shipped.speed)
+    parts.append(part)
+    if not any(part.better for part in parts):
+        return shipped, parts
+    if any(part.better for part in parts[:-1]):
+        ranges = _joined(own.ranges, shipped.ranges)
+        cache = own.cache_bytes or shipped.cache_bytes
+        return own.model_copy(update={**taken, "speed": speed, "ranges": ranges, "cache_bytes": cache}), parts
+    same = {"profile": f"{shipped.profile}, speeds local", "mlx": header.mlx, "device": header.machine}
+    return shipped.model_copy(update={**same, "backend": header.backend, "speed": speed}), parts
+
+
+def fit_speed_beside(rows: Sequence[Row], backend: Backend, shipped: Speed) -> tuple[Speed, Part]:
+    """The speed that predicts rows best that it has not seen: as shipped, so many times as fast, or two new rates."""
+    times = Times.of([row for row in rows if row.model and row.step], backend)
+    prior = times.rates_of(shipped)
+    misses = times.left_out(lambda others: prior / others.slower(shipped))
+    rates = prior / times.slower(shipped)
+    if len(times.seconds) >= MIN_ROWS_FOR_RATES and _better(fitted := times.left_out(Times.rates), misses):
+        misses, rates = fitted, times.rates()
+    part = _compared("step times", misses, times.misses(prior))
+    if not part.better:
+        return shipped, part
+    # A dtype without a row is taken to be faster or slower by as much as those that have one.
+    ratio = float(np.exp(np.mean(np.log(rates[:-1] / prior[:-1]))))
+    flops = {dtype: _significant(rate * ratio) for dtype, rate in shipped.flops_per_second.items()}
+    flops |= {dtype: _significant(rate) for dtype, rate in zip(times.dtypes, rates, strict=False)}
+    return Speed(
+        flops_per_second=flops,
+        bytes_per_second=_significant(rates[-1]),
+        rows=len(times.seconds),
+        median_error=part.error,
+    ), part
+
+
+def _median_error(misses: Vector) -> float:
+    return _rounded(float(np.median(np.abs(np.expm1(misses)))))
+
+
+def _joined(
+    one: dict[str, tuple[float, float]], other: dict[str, tuple[float, float]]
+) -> dict[str, tuple[float, float]]:
+    """Ranges that hold both."""
+    return {name: (min(one[name][0], low), max(one[name][1], high)) for name, (low, high) in other.items()}
 
 
 def _ranges(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:

@@ -11,10 +11,14 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from oomguard.coefficients import Coefficients, Mode, local_path, local_rows_path, shipped
 from oomguard.errors import InputError
 from oomguard.rows import Header, Row, append_row, read_rows
+
+if TYPE_CHECKING:
+    from oomguard.fit import Part
 
 LOCAL_RIDGE = 0.01
 MIN_LOCAL_ROWS = 4  # the shipped profile is held to where so few say little
@@ -23,11 +27,23 @@ LEAST_BAND = 0.04  # no band of so few rows is narrower than this either way
 
 @dataclass(frozen=True)
 class Learnt:
-    """What became of a row: where it was kept, how many there are, the new fit if there were enough."""
+    """What became of a row: where it was kept, how many there are, the new fit if they made one that is used."""
 
     rows_path: Path
     rows: int
     coefficients: Coefficients | None
+
+
+@dataclass(frozen=True)
+class LocalFit:
+    """What became of a fit: the coefficients that plans use from now on, and part by part why.
+
+    ``used`` is false where no part of the fit is better than what is shipped, which is then used.
+    """
+
+    coefficients: Coefficients
+    parts: tuple[Part, ...]
+    used: bool
 
 
 def learn(header: Header, row: Row) -> Learnt:
@@ -45,7 +61,8 @@ def learn(header: Header, row: Row) -> Learnt:
     rows = comparable([*kept, row], header)
     if not enough(rows):
         return Learnt(path, len(rows), None)
-    return Learnt(path, len(rows), fit_local(header, rows))
+    found = fit_local(header, rows)
+    return Learnt(path, len(rows), found.coefficients if found.used else None)
 
 
 def comparable(rows: Sequence[Row], header: Header) -> list[Row]:
@@ -65,27 +82,34 @@ def enough(rows: Sequence[Row]) -> bool:
     return max(compiled, len(rows) - compiled) >= MIN_LOCAL_ROWS
 
 
-def fit_local(header: Header, rows: Sequence[Row]) -> Coefficients:
-    """Fits rows of this machine beside the shipped profile and keeps the result for every later plan.
+def fit_local(header: Header, rows: Sequence[Row]) -> LocalFit:
+    """Fits rows of this machine beside the shipped profile, and keeps for every later plan what predicts better.
+
+    Where nothing does, the shipped profile is used, and an earlier fit is deleted: it was made of fewer rows.
 
     Raises:
         InputError: too few rows, or the file cannot be written.
     """
-    from oomguard.fit import fit_profile
+    from oomguard.fit import fit_beside
 
-    prior = shipped(header.backend)
-    found = fit_profile(
-        "local", header, rows, prior=prior, ridge=LOCAL_RIDGE, least=MIN_LOCAL_ROWS
-    ).coefficients
-    found = found.model_copy(
-        update={way: _no_narrower(getattr(found, way), getattr(prior, way)) for way in ("compiled", "eager")}
-    )
-    write_coefficients(found, local_path(header.backend))
-    return found
+    prior, path = shipped(header.backend), local_path(header.backend)
+    found, parts = fit_beside(header, rows, prior, LOCAL_RIDGE, MIN_LOCAL_ROWS)
+    used = found is not prior
+    if used:
+        widened = {
+            way: _no_narrower(getattr(found, way), getattr(prior, way)) for way in ("compiled", "eager")
+        }
+        found = found.model_copy(update=widened)
+        write_coefficients(found, path)
+    else:
+        path.unlink(missing_ok=True)
+    return LocalFit(found, tuple(parts), used)
 
 
 def _no_narrower(mode: Mode, prior: Mode) -> Mode:
     """Few rows agree by luck: a band of theirs is at least a little wide, and kinds without one keep the shipped."""
+    if mode == prior:
+        return prior
     bands = {
         kind: (min(low, 1 - LEAST_BAND), max(high, 1 + LEAST_BAND))
         for kind, (low, high) in mode.bands.items()

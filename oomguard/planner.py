@@ -6,10 +6,10 @@ take its place the moment somebody imports it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -34,7 +34,7 @@ from oomguard.search import (
     Tracer,
     as_traced,
     fastest,
-    recomputed_share,
+    last_fitting,
 )
 from oomguard.settings import (
     AUTO,
@@ -46,14 +46,15 @@ from oomguard.settings import (
     read_optimizer,
     read_policy,
 )
-from oomguard.units import MIB, format_bytes, round_up
+from oomguard.units import KIB, MIB, format_bytes, round_up
 
 if TYPE_CHECKING:
     from oomguard.coefficients import Coefficients
 
-MUCH_SMALLER = 4  # a batch this many times smaller that is as fast is chosen instead
-NO_GAIN = 0.03  # a larger batch that adds less than this to the tokens/s buys nothing
-MOST_TRACES = 12  # a trace takes a second or so; the choice and its neighbours need two to five
+MOST_TRACES = (
+    12  # after so many no other policy is traced; one takes a second or so, and most plans need two to five
+)
+SHORTEST_CONTEXT = 16  # tokens: no relief asks for less
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,19 @@ class Request:
 
 @dataclass(frozen=True)
 class Tradeoff:
-    """The two ends of the choice: no recompute, and every block recomputed."""
+    """The two ends of the choice, each with the largest batch that fits: no recompute, and every block recomputed."""
 
     plain: Candidate
     every: Candidate
     slowdown: float
     """How much longer a step with every block recomputed takes than one without, at the same batch."""
+
+
+class Relief(NamedTuple):
+    """A change that makes it fit: options to add to what was asked, and what a plan of that chooses."""
+
+    options: str
+    candidate: Candidate
 
 
 @dataclass(frozen=True)
@@ -87,12 +95,16 @@ class Plan:
 
     Attributes:
         candidates: the best of each kind of checkpointing, the fastest first, those that do not fit last.
-        next_up: the choice with the next larger batch, which does not fit.
-        ceiling: the choice's policy at the largest batch that fits. The choice is a smaller one where that has
-            the same tokens/s but for ``NO_GAIN``: a batch several times as large that buys nothing is no pick.
-        smallest: when nothing fits, the setting that needs least; it fits only if the request ruled it out.
+        next_up: the choice with the next larger batch, where that does not fit.
+        ceiling: the choice's policy at the largest batch that fits; larger than the choice where a larger batch buys
+            nothing (``search.RULE``).
+        grows_to: the batch that none of the candidates passes, since a larger one buys nothing; None where the batch or
+            the target batch was given.
+        least: when nothing fits, the setting that needs least of those that were asked for.
+        smallest: when nothing fits, the setting of the model that needs least; it fits only if the request rules it
+            out.
         largest: the largest batch that any of the allowed policies allows.
-        reliefs: when nothing fits, changes that would make it fit, as options, with what they give.
+        reliefs: when nothing fits, changes that would make it fit.
     """
 
     request: Request
@@ -104,9 +116,11 @@ class Plan:
     next_up: Candidate | None = None
     ceiling: Candidate | None = None
     tradeoff: Tradeoff | None = None
+    grows_to: int | None = None
     largest: Candidate | None = None
+    least: Candidate | None = None
     smallest: Candidate | None = None
-    reliefs: tuple[tuple[str, Candidate], ...] = ()
+    reliefs: tuple[Relief, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
@@ -134,9 +148,12 @@ def plan(
 ) -> Plan:
     """The fastest setting of a training step that fits; the same answer as ``oomguard plan``.
 
+    The rule is ``search.RULE``: the most tokens/s of what fits; of equals, the least recompute; a batch grows no
+    further once no larger one could add more than 0.75%.
+
     Args:
         model: a preset's name, the path of a JSON config, or a shape as a dictionary or ``ModelConfig``.
-        memory: what the run may use at most, ``"16GB"`` or bytes; None for what the machine has.
+        memory: what the run may use at most, ``"16GB"``, or bytes as an integer; None for what the machine has.
         device: this machine if None; a backend of it, another machine by name (``"m5-pro-48gb"``), a Device.
         batch: sequences of a micro-batch, or ``"auto"``.
         seq_len: tokens of a sequence; None for the model's context.
@@ -145,7 +162,8 @@ def plan(
         dtype: of parameters and activations: fp32, bf16 or fp16.
         accumulate: micro-batches of an update; None for 1, or for what ``target_batch`` takes.
         target_batch: sequences of an update; the plan finds the largest micro-batch that divides it.
-        headroom: what to leave unused, ``"10%"`` or bytes; None for 5% of the machine, 4 GiB at most.
+        headroom: what to leave unused, ``"10%"``, ``"1GiB"``, or bytes as an integer; None for 5% of the machine, 4 GiB
+            at most.
         clip_norm: gradients are clipped by their global norm.
         compiled: the step is one ``mx.compile`` function.
         evaluate_micro_steps: each micro-batch is evaluated before the next is built.
@@ -252,28 +270,23 @@ def answer(
     budget = find_budget(device, request.memory_bytes, request.headroom)
     if calibration is None or estimator is None:
         calibration, estimator = _calibrated(device)
-    search = _search(request, budget, estimator)
-    candidates = _candidates(search, request)
-    choice = fastest(candidates, request.model.n_layers)
-    warnings: list[str] = []
+    warnings = [said] if (said := calibration.passed_over) else []
     if tracer is None and request.engine != "estimate":
         from oomguard.engines import find_tracer
 
         tracer, warning = find_tracer(request.engine, device)
         warnings += [warning] if warning else []
-    if tracer is not None:
-        candidates, choice, said = _confirm(search, candidates, tracer, free=request.checkpoint is None)
-        warnings += said
-    largest = max((c for c in candidates if c.fits), key=lambda c: c.batch, default=None)
-    found = Plan(request, device, budget, calibration, choice, (), largest=largest)
-    if choice is None:
-        smallest, reliefs = _what_would_fit(request, device, budget, estimator, candidates)
-        found = replace(found, smallest=smallest, reliefs=reliefs)
+    prices = _Prices(budget, estimator, tracer)
+    solved = prices.solve(request)
+    warnings += solved.said
+    found = Plan(request, device, budget, calibration, solved.choice, (), largest=solved.largest())
+    if request.batch is None and request.target_batch is None:
+        found = replace(found, grows_to=solved.search.ladder.batches[solved.search.top])
+    if solved.choice is None:
+        found = replace(found, **_what_would_fit(request, device, prices, solved))
     else:
-        found = replace(found, ceiling=choice, **_around(search, choice, candidates))
-        if request.batch is None and request.target_batch is None:
-            found = replace(found, choice=_no_larger_than_needed(search, choice))
-    shown = _shown(found, candidates)
+        found = replace(found, **_around(solved, solved.choice))
+    shown = _shown(found, solved.candidates)
     return replace(found, candidates=shown, warnings=_warnings(found, warnings))
 
 
@@ -308,177 +321,315 @@ def _calibrated(device: Device) -> tuple[Coefficients, Estimator]:
 
 def _search(request: Request, budget: Budget, estimator: Estimator) -> Search:
     ladder = Ladder.of(request.batch, request.accumulate, request.target_batch)
-    return Search(request.model, request.step, ladder, budget, estimator)
+    template = request.step.but(checkpoint=request.checkpoint or NO_CHECKPOINT)
+    return Search(request.model, template, ladder, budget, estimator)
 
 
 def _candidates(search: Search, request: Request) -> list[Candidate]:
-    """The best of the policies the request allows: the ends of each kind, then what lies between."""
+    """The best of each policy the request allows, but of those that cannot be the fastest."""
     if request.checkpoint is not None:
         return [search.best(request.checkpoint)]
     n_layers = request.model.n_layers
     families = Families(n_layers)
     candidates = search.all_ends(families)
     for family in (families.attention, families.blocks):
-        candidates += search.partly(family, fastest(candidates, n_layers))
+        candidates += search.between(family, fastest(candidates, n_layers))
     return candidates
 
 
-def _around(search: Search, choice: Candidate, candidates: list[Candidate]) -> dict[str, Any]:
-    """What surrounds the choice: the next rung up, and the two ends."""
-    n_layers = search.model.n_layers
-    above = search.above(choice)
-    if above is not None:  # traced, where a trace has confirmed the choice
-        above = next((c for c in candidates if c.step == above.step), above)
-    plain = next((c for c in candidates if c.policy == NO_CHECKPOINT), None)
-    every = next((c for c in candidates if recomputed_share(c.policy, n_layers) == 1), None)
-    tradeoff = None
-    if plain is not None and every is not None:
-        rung = search.rung_of(plain)
-        plain_seconds = search.at(NO_CHECKPOINT, rung).estimate.step_seconds
-        every_seconds = search.at(EVERY_BLOCK, rung).estimate.step_seconds
-        slowdown = every_seconds / plain_seconds - 1 if plain_seconds > 0 else 0.0
-        tradeoff = Tradeoff(plain, every, slowdown)
+@dataclass(frozen=True)
+class _Solved:
+    """A request with its candidates and the fastest of them, None where none fits.
+
+    ``traced``: every candidate that was simulated, also those larger than is worthwhile.
+    """
+
+    search: Search
+    candidates: list[Candidate]
+    choice: Candidate | None
+    traced: list[Candidate] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+
+    def known(self, estimated: Candidate) -> Candidate:
+        """The candidate as it was traced, where it was."""
+        return next((c for c in self.traced if c.step == estimated.step), estimated)
+
+    def least(self) -> Candidate:
+        """The candidate that needs least; a traced one where there is one."""
+        return min(self.candidates, key=lambda c: (c.engine != "trace", c.high_bytes))
+
+    def largest(self) -> Candidate | None:
+        """The largest batch that fits with any of the policies, whatever it buys."""
+        found = (self.ceiling(policy) for policy in {c.policy for c in self.candidates})
+        return max((c for c in found if c is not None), key=lambda c: c.batch, default=None)
+
+    def ceiling(self, policy: CheckpointPolicy) -> Candidate | None:
+        """The largest batch that fits with that policy; by the trace where one was made."""
+        traced = [c for c in self.traced if c.policy == policy]
+        if traced:
+            return max((c for c in traced if c.fits), key=lambda c: c.batch, default=None)
+        rung = self.search.largest_rung(policy)
+        return None if rung is None else self.search.at(policy, rung)
+
+
+@dataclass(frozen=True)
+class _Prices:
+    """What settings are priced with: the budget, the estimate, and a trace where one confirms it."""
+
+    budget: Budget
+    estimator: Estimator
+    tracer: Tracer | None = None
+
+    def solve(self, request: Request) -> _Solved:
+        """The candidates of a request, and the fastest."""
+        solved = self._estimated(request)
+        if self.tracer is None:
+            return solved
+        return _confirm(solved, self.tracer, free=request.checkpoint is None)
+
+    def relief(self, request: Request) -> Candidate | None:
+        """What a plan of a changed request would choose; None where the estimate sees nothing that could fit."""
+        policies = [request.checkpoint] if request.checkpoint else Families(request.model.n_layers).ends
+        search = _search(request, self.budget, self.estimator)
+        return self.solve(request).choice if any(search.at(p, 0).fits for p in policies) else None
+
+    def _estimated(self, request: Request) -> _Solved:
+        search = _search(request, self.budget, self.estimator)
+        candidates = _candidates(search, request)
+        return _Solved(search, candidates, fastest(candidates, request.model.n_layers))
+
+
+def _around(solved: _Solved, choice: Candidate) -> dict[str, Any]:
+    """What surrounds the choice: the next rung up, the largest that fits, and the two ends."""
+    above, ceiling = solved.search.above(choice), solved.ceiling(choice.policy)
+    next_up = None if above is None else solved.known(above)
+    grows_no_further = ceiling is not None and ceiling.batch > choice.batch
     return {
-        "next_up": above if above is not None and not above.fits else None,
-        "tradeoff": tradeoff,
+        "next_up": None if next_up is None or next_up.fits or grows_no_further else next_up,
+        "ceiling": ceiling,
+        "tradeoff": _tradeoff(solved),
     }
 
 
-def _no_larger_than_needed(search: Search, choice: Candidate) -> Candidate:
-    """The choice, or a much smaller batch that is as fast."""
-    smaller = search.smallest_as_fast(choice, 1 - NO_GAIN)
-    return smaller if smaller.batch * MUCH_SMALLER <= choice.batch and smaller.fits else choice
+def _tradeoff(solved: _Solved) -> Tradeoff | None:
+    policies = {c.policy for c in solved.candidates}
+    if not policies >= {NO_CHECKPOINT, EVERY_BLOCK}:
+        return None
+    search = solved.search
+    plain, every = (
+        solved.ceiling(policy) or solved.known(search.at(policy, 0))
+        for policy in (NO_CHECKPOINT, EVERY_BLOCK)
+    )
+    rung = search.rung_of(plain)
+    plain_seconds = search.at(NO_CHECKPOINT, rung).estimate.step_seconds
+    every_seconds = search.at(EVERY_BLOCK, rung).estimate.step_seconds
+    return Tradeoff(plain, every, every_seconds / plain_seconds - 1 if plain_seconds > 0 else 0.0)
 
 
-def _what_would_fit(
-    request: Request, device: Device, budget: Budget, estimator: Estimator, candidates: list[Candidate]
-) -> tuple[Candidate, tuple[tuple[str, Candidate], ...]]:
-    """The setting that needs least, and changes of the request that fit."""
-    ends = Families(request.model.n_layers).ends
-    search = _search(_freed(request), budget, estimator)
-    smallest = min([*candidates, *(search.at(policy, 0) for policy in ends)], key=lambda c: c.high_bytes)
-    reliefs: dict[str, tuple[str, Candidate]] = {}
-    for options, changed in _changes(request):
-        kind = options.split()[0]
-        if kind in reliefs:  # a longer sequence fits already
+def _what_would_fit(request: Request, device: Device, prices: _Prices, solved: _Solved) -> dict[str, Any]:
+    """What was asked for needs this much; the least of all needs that; and these changes would fit."""
+    least = solved.least()
+    freed, _ = _freed(replace(request, target_batch=None))
+    smallest = (
+        least if freed == request else min(least, prices.solve(freed).least(), key=lambda c: c.high_bytes)
+    )
+    reliefs: dict[str, Relief] = {}
+    for change in _changes(request, prices):
+        if change.kind in reliefs or (change.frees and "free" in reliefs):
             continue
-        search = _search(changed, budget, estimator)
-        policies = ends if changed.checkpoint is None else [changed.checkpoint]
-        found = fastest([search.best(policy) for policy in policies], request.model.n_layers)
-        if found is not None:
-            reliefs[kind] = (options, found)
-    return smallest, (*reliefs.values(), *_more_memory(request, device, smallest))
+        choice = prices.relief(change.request)
+        if choice is not None and not any(choice.step == known.candidate.step for known in reliefs.values()):
+            reliefs[change.kind] = Relief(change.options or _spelled(choice, request), choice)
+    found = (*reliefs.values(), *_more_memory(request, device, least))
+    return {"least": least, "smallest": smallest, "reliefs": found}
 
 
-def _more_memory(request: Request, device: Device, smallest: Candidate) -> list[tuple[str, Candidate]]:
-    """The ``--memory`` that the smallest setting needs, where the machine has it."""
+def _spelled(choice: Candidate, request: Request) -> str:
+    """The options that give a choice of another batch and accumulation."""
+    words = [f"--batch {choice.batch} --accumulate {choice.step.accumulate}"]
+    words += [f"--grad-checkpoint {choice.policy}"] if choice.policy != request.checkpoint else []
+    return " ".join(words)
+
+
+def _more_memory(request: Request, device: Device, least: Candidate) -> Iterator[Relief]:
+    """The ``--memory`` that what was asked for needs, where the machine has it."""
     if request.memory_bytes is None:
-        return []
-    needed = round_up(smallest.high_bytes, 10 * MIB)
-    try:
-        roomier = find_budget(device, needed, request.headroom)
-    except InputError:  # the headroom takes all of it
-        return []
-    allowed = replace(smallest, budget=roomier)
-    return [(f"--memory {needed // MIB}MiB", allowed)] if allowed.fits else []
+        return
+    headroom = request.headroom or Headroom()
+    needed = round_up(int((least.high_bytes + headroom.size_bytes) / (1 - headroom.share)) + KIB, 10 * MIB)
+    allowed = replace(least, budget=find_budget(device, needed, request.headroom))
+    if allowed.fits:
+        yield Relief(f"--memory {needed // MIB}MiB", allowed)
 
 
-def _freed(request: Request) -> Request:
-    """The request with everything left to the plan that it may choose."""
-    return replace(request, batch=None, checkpoint=None, accumulate=None, target_batch=None)
-
-
-def _changes(request: Request) -> list[tuple[str, Request]]:
-    """Requests that ask for less, each with the options that make the change."""
-    changes = []
-    if request.checkpoint is not None:
-        changes.append(("--grad-checkpoint auto", replace(request, checkpoint=None)))
+def _freed(request: Request) -> tuple[Request, str]:
+    """The request with everything left to the plan that an option can leave to it, and those options."""
+    options = []
     if request.batch is not None:
-        effective = request.target_batch or request.batch * (request.accumulate or 1)
-        changed = replace(request, batch=None, checkpoint=None, accumulate=None, target_batch=effective)
-        changes.append((f"--target-batch {effective}", changed))
-    free = _freed(request)
-    if (request.batch, request.accumulate, request.target_batch) != (None, None, None):
-        changes.append(("--batch auto --grad-checkpoint auto", free))
-    if request.step.dtype == "float32":
-        changes.append(("--dtype bf16", replace(free, step=free.step.but(dtype="bfloat16"))))
-    if request.step.optimizer in ("adam", "adamw"):  # two moments a parameter; Lion keeps one
-        changes.append(("--optimizer lion", replace(free, step=free.step.but(optimizer="lion"))))
-    shorter = request.step.seq_len // 2
-    while shorter >= 16:
-        changes.append((f"--ctx {shorter}", replace(free, step=free.step.but(seq_len=shorter))))
-        shorter //= 2
-    return changes
+        options.append("--batch auto")
+    if request.target_batch is None and request.accumulate not in (None, 1):
+        options.append("--accumulate 1")
+    if request.checkpoint is not None:
+        options.append("--grad-checkpoint auto")
+    accumulate = request.accumulate if request.target_batch is not None else None
+    return replace(request, batch=None, checkpoint=None, accumulate=accumulate), " ".join(options)
 
 
-def _confirm(
-    search: Search, candidates: list[Candidate], tracer: Tracer, *, free: bool
-) -> tuple[list[Candidate], Candidate | None, list[str]]:
-    """Traces the choice and its neighbours; what the trace says is believed.
+class _Change(NamedTuple):
+    """A changed request, of which only the first of a kind that fits is told; no options: those of its choice.
 
-    The fastest candidate is traced; while it does not fit, the rung below, while it fits, the rung above. The
-    next candidates follow as long as they could be faster than the best confirmed so far. Where the policy is
-    ``free``, the least recompute that the chosen batch needs is then looked for, or that the smallest batch would
-    need where nothing was confirmed.
+    ``frees``: it leaves to the plan what was fixed, so it is no news where that alone fits.
     """
-    confirmed: list[Candidate] = []
-    said: list[str] = []
-    traces = 0
 
-    def trace(candidate: Candidate) -> Candidate:
-        nonlocal traces
-        traces += 1
-        traced = as_traced(candidate, tracer(search.model, candidate.step))
-        low, high = candidate.estimate.low_bytes, candidate.estimate.high_bytes
-        if not said and not low <= traced.peak_bytes <= high:
-            said.append(
-                f"batch {candidate.batch}, {candidate.policy}: the trace finds a peak of "
+    kind: str
+    options: str
+    request: Request
+    frees: bool = False
+
+
+def _changes(request: Request, prices: _Prices) -> Iterator[_Change]:
+    """Requests that ask for less, each with the options that, added to what was asked, make the change."""
+    if request.checkpoint is not None:
+        yield _Change("policy", "--grad-checkpoint auto", replace(request, checkpoint=None))
+    yield from _spread(request)
+    freed, free = _freed(request)
+    if freed != request:
+        yield _Change("free", free, freed)
+    if request.target_batch is not None and request.accumulate is None:
+        yield from _smaller_target(request, prices)
+    for kind, option, step in _lighter_steps(request):
+        yield _Change(kind, option, replace(request, step=step))
+        if freed != request:
+            yield _Change(kind, f"{option} {free}", replace(freed, step=step), frees=True)
+
+
+def _spread(request: Request) -> Iterator[_Change]:
+    """As many sequences an update, in smaller micro-batches."""
+    if request.batch is None and (request.target_batch is None or request.accumulate is None):
+        return
+    effective = request.target_batch or (request.batch or 1) * (request.accumulate or 1)
+    spread = replace(request, batch=None, accumulate=None, target_batch=effective)
+    yield _Change("spread", "", spread)
+    yield _Change("spread", "", replace(spread, checkpoint=None))
+
+
+def _smaller_target(request: Request, prices: _Prices) -> Iterator[_Change]:
+    """An update of as many sequences as fit without accumulation, whose gradients are then not kept."""
+    alone = prices.relief(replace(request, batch=None, target_batch=None))
+    if alone is not None:
+        options = "--batch auto " if request.batch is not None else ""
+        smaller = replace(request, batch=None, target_batch=alone.batch)
+        yield _Change("target", f"{options}--target-batch {alone.batch}", smaller)
+
+
+def _lighter_steps(request: Request) -> Iterator[tuple[str, str, StepConfig]]:
+    """Steps that hold less, with their option."""
+    step = request.step
+    if step.dtype == "float32":
+        yield "dtype", "--dtype bf16", step.but(dtype="bfloat16")
+    if step.optimizer in ("adam", "adamw"):  # two moments a parameter; Lion keeps one
+        yield "optimizer", "--optimizer lion", step.but(optimizer="lion")
+    shorter = step.seq_len // 2
+    while shorter >= SHORTEST_CONTEXT:
+        yield "ctx", f"--ctx {shorter}", step.but(seq_len=shorter)
+        shorter //= 2
+
+
+def _confirm(solved: _Solved, tracer: Tracer, *, free: bool) -> _Solved:
+    """Traces the fastest candidates until one is confirmed that no other could beat; the trace is believed.
+
+    Of each policy that is traced the largest batch is found that fits by the trace. Where the policy is ``free``, the
+    least recompute that the chosen batch needs is then looked for, or that the smallest batch would need where
+    nothing was confirmed.
+    """
+    search, n_layers = solved.search, solved.search.model.n_layers
+    traced = _Traces(search, tracer)
+    left = sorted(
+        (c for c in _best_of_kinds(solved.candidates) if c.fits), key=lambda c: -c.tokens_per_second
+    )
+    for candidate in left or [solved.least()]:
+        best = fastest(traced.candidates(), n_layers)
+        if best is not None and (
+            candidate.tokens_per_second <= best.tokens_per_second or len(traced.known) >= MOST_TRACES
+        ):
+            break
+        traced.climb(candidate.policy, search.rung_of(candidate))
+    choice = fastest(traced.candidates(), n_layers)
+    if free and (choice is None or choice.policy != NO_CHECKPOINT):
+        rung = 0 if choice is None else search.rung_of(choice)
+        plain = search.at(NO_CHECKPOINT, rung).step
+        least = tracer.least_recompute(search.model, plain, search.budget.budget_bytes)
+        if least is not None:
+            traced.climb(least, rung)
+            choice = fastest(traced.candidates(), n_layers)
+    if choice is not None:
+        traced.find_ceiling(choice)
+    candidates = traced.candidates()
+    corrected = {c.policy for c in candidates}
+    candidates += [c for c in solved.candidates if c.policy not in corrected]
+    return _Solved(search, candidates, choice, list(traced.known.values()), traced.said)
+
+
+@dataclass
+class _Traces:
+    """Candidates by trace, each traced once, and what is to be said of the first that surprises."""
+
+    search: Search
+    tracer: Tracer
+    known: dict[StepConfig, Candidate] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+
+    def candidates(self) -> list[Candidate]:
+        """Those that are worth their memory."""
+        return [c for c in self.known.values() if self.search.rung_of(c) <= self.search.top]
+
+    def climb(self, policy: CheckpointPolicy, rung: int) -> None:
+        """Finds the largest worthwhile batch that fits with that policy, from a rung near it."""
+        last_fitting(lambda at: self._at(policy, at).fits, self.search.top + 1, rung)
+
+    def find_ceiling(self, choice: Candidate) -> None:
+        """Finds the largest batch that fits with the policy of a choice that grows no further."""
+        policy = choice.policy
+        if self.search.rung_of(choice) == self.search.top:
+            guess = self.search.largest_rung(policy) or 0
+            last_fitting(lambda at: self._at(policy, at).fits, len(self.search.ladder), guess)
+
+    def _at(self, policy: CheckpointPolicy, rung: int) -> Candidate:
+        estimated = self.search.at(policy, rung)
+        if estimated.step not in self.known:
+            traced = as_traced(estimated, self.tracer(self.search.model, estimated.step))
+            self._compare(estimated, traced)
+            self.known[estimated.step] = traced
+        return self.known[estimated.step]
+
+    def _compare(self, estimated: Candidate, traced: Candidate) -> None:
+        low, high = estimated.estimate.low_bytes, estimated.estimate.high_bytes
+        if not self.said and not low <= traced.peak_bytes <= high:
+            self.said.append(
+                f"batch {estimated.batch}, {estimated.policy}: the trace finds a peak of "
                 f"{format_bytes(traced.peak_bytes)}, outside the estimate's {format_bytes(low)} to "
                 f"{format_bytes(high)}; the trace is believed"
             )
-        confirmed.append(traced)
-        return traced
-
-    left = sorted((c for c in candidates if c.fits), key=lambda c: -c.tokens_per_second)
-    left = left or sorted(candidates, key=lambda c: c.high_bytes)[:1]
-    for candidate in left:
-        best = max((c.tokens_per_second for c in confirmed if c.fits), default=0.0)
-        if candidate.tokens_per_second <= best or traces >= MOST_TRACES:
-            break
-        rung = search.rung_of(candidate)
-        upward = trace(candidate).fits
-        while traces < MOST_TRACES:
-            rung += 1 if upward else -1
-            if not 0 <= rung < len(search.ladder):
-                break
-            if trace(search.at(candidate.policy, rung)).fits != upward:
-                break
-    choice = fastest(confirmed, search.model.n_layers)
-    if free and (choice is None or choice.policy != NO_CHECKPOINT):
-        rung = 0 if choice is None else search.rung_of(choice)
-        least = tracer.least_recompute(
-            search.model, search.at(NO_CHECKPOINT, rung).step, search.budget.budget_bytes
-        )
-        if least is not None and not any(c.policy == least and search.rung_of(c) == rung for c in confirmed):
-            trace(search.at(least, rung))
-            choice = fastest(confirmed, search.model.n_layers)
-    traced_steps = {c.step for c in confirmed}
-    rest = [c for c in candidates if c.step not in traced_steps]
-    return confirmed + rest, choice, said
 
 
 def _shown(found: Plan, candidates: list[Candidate]) -> tuple[Candidate, ...]:
     """The choice, then the best of each kind of policy, then what does not fit."""
+    extra = [c for c in (found.choice, found.least, found.next_up) if c is not None]
+    if found.smallest is not None and not found.smallest.fits:
+        extra.append(found.smallest)
+    chosen = {c.step: c for c in (*_best_of_kinds(candidates), *extra)}
+    ordered = sorted(chosen.values(), key=lambda c: (c is not found.choice, *_order(c)))
+    return tuple(ordered)
+
+
+def _best_of_kinds(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The best of each kind of policy: all blocks and some of them are two kinds."""
     keep: dict[tuple[str, bool], Candidate] = {}
     for candidate in candidates:
         kind = (candidate.policy.policy, candidate.policy.blocks is not None)
-        best = keep.get(kind)
-        if best is None or _order(candidate) < _order(best):
+        if kind not in keep or _order(candidate) < _order(keep[kind]):
             keep[kind] = candidate
-    extra = [c for c in (found.choice, found.smallest, found.next_up) if c is not None]
-    chosen = {c.step: c for c in [*keep.values(), *extra]}
-    ordered = sorted(chosen.values(), key=lambda c: (c is not found.choice, *_order(c)))
-    return tuple(ordered)
+    return list(keep.values())
 
 
 def _order(candidate: Candidate) -> tuple[bool, float]:
@@ -502,7 +653,7 @@ def _warnings(found: Plan, said: list[str]) -> tuple[str, ...]:
             f"{format_bytes(asked)} was allowed, but {found.budget.bound_by} binds first: "
             f"{format_bytes(found.budget.candidates[found.budget.bound_by])}"
         )
-    shown = found.choice or found.smallest
+    shown = found.choice or found.least
     if shown is not None:
         warnings += shown.estimate.warnings
     return tuple(dict.fromkeys(warnings))

@@ -1,12 +1,13 @@
 """The search of a plan: for each checkpoint policy the largest batch that fits, then the fastest of them.
 
-A peak never falls when the batch grows, and rarely rises when more is recomputed, so both are found by
-galloping and bisection. Whether a candidate fits is never inferred, always asked.
+A peak never falls when the batch grows, and tokens/s never do, so both are found by galloping and bisection. Whether
+a candidate fits is never inferred, always asked. No policy is passed over that could be faster than the best found,
+so the choice is the one that trying every setting would give, and more memory never makes it slower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -27,8 +28,15 @@ if TYPE_CHECKING:
 Estimator = Callable[[ModelConfig, StepConfig], "Estimate"]
 
 LARGEST_BATCH = 1 << 20
-SLOWER_IN_A_ROW = 4  # larger batches that lost to a smaller one before the search gives up on a kind
-SAME_SPEED = 0.01  # a difference in tokens/s that two fitted speeds cannot tell
+NO_GAIN = 0.0075  # a batch grows no further where a larger one cannot add more than this to the tokens/s
+USUAL_BATCH = 16  # where to begin to look for the batch that grows no further
+SPEED_DIGITS = 3  # of tokens/s: two fitted rates know no more
+
+RULE = (
+    "the most tokens/s of what fits; of equals, the least recompute. "
+    f"A batch grows no further once no larger one could add more than {NO_GAIN:.2%}"
+)
+"""What ``fastest`` and ``Search.best`` do, in words."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,12 @@ class Candidate:
         return self.estimate.high_bytes
 
     @property
+    def sequenced_high_bytes(self) -> int:
+        """The high end of the graph alone, without an in-flight window; as wide a band as that of the peak."""
+        found = self.estimate
+        return -(-found.sequenced_peak_bytes * found.high_bytes // max(1, found.peak_bytes))
+
+    @property
     def headroom_bytes(self) -> int:
         """What the high end of the band leaves of the budget; negative when it does not fit."""
         return self.budget.budget_bytes - self.estimate.high_bytes
@@ -75,12 +89,8 @@ class Candidate:
 
     @property
     def cache_limit_bytes(self) -> int:
-        """The cache limit the plan assumes: what the allocator would keep, within what the budget leaves.
-
-        Where none was measured (a GPU, where MLX keeps nearly all it may), the cache gets all that is left.
-        """
-        kept = self.estimate.footprint_bytes - self.estimate.peak_bytes
-        return max(0, min(kept, self.headroom_bytes) if kept else self.headroom_bytes)
+        """The cache limit the plan assumes: what the allocator would keep, within what the budget leaves."""
+        return max(0, min(self.estimate.footprint_bytes - self.estimate.peak_bytes, self.headroom_bytes))
 
     @property
     def footprint_bytes(self) -> int:
@@ -90,8 +100,14 @@ class Candidate:
         return self.estimate.peak_bytes + self.cache_limit_bytes
 
     @property
-    def tokens_per_second(self) -> float:
+    def speed(self) -> float:
+        """Tokens a second with every digit of the estimate; 0 where no time is known."""
         return self.step.tokens / self.estimate.step_seconds if self.estimate.step_seconds > 0 else 0.0
+
+    @cached_property
+    def tokens_per_second(self) -> float:
+        """``speed`` to ``SPEED_DIGITS`` digits, so that what is compared is what is shown."""
+        return float(f"{self.speed:.{SPEED_DIGITS}g}")
 
 
 @dataclass(frozen=True)
@@ -183,8 +199,24 @@ class Search:
         return self._largest[policy]
 
     def best(self, policy: CheckpointPolicy, guess: int = 0) -> Candidate:
-        """The largest that fits with that policy; where none does, the smallest, which does not fit."""
-        return self.at(policy, self.largest_rung(policy, guess) or 0)
+        """The largest that fits with that policy and is worth its memory; where none fits, the smallest."""
+        return self.at(policy, min(self.largest_rung(policy, guess) or 0, self.top))
+
+    @cached_property
+    def top(self) -> int:
+        """The rung where a batch grows no further: it has all but ``NO_GAIN`` of the tokens/s of the highest one.
+
+        It is asked of the template's policy and depends on no budget. More recompute a sequence makes a step longer and
+        what it does but once count less, so with that the rung has no smaller a share. A target batch always takes the
+        largest micro-batch.
+        """
+        highest = len(self.ladder) - 1
+        if self.ladder.target_batch is not None:
+            return highest
+        policy = self.template.checkpoint
+        enough = (1 - NO_GAIN) * self.at(policy, highest).speed
+        slow = last_fitting(lambda rung: self.at(policy, rung).speed < enough, highest, USUAL_BATCH)
+        return 0 if slow is None else slow + 1
 
     def all_ends(self, families: Families) -> list[Candidate]:
         """``best`` without recompute, and with the most recompute of each kind."""
@@ -194,37 +226,32 @@ class Search:
             guess = self.largest_rung(policy) or 0
         return candidates
 
-    def partly(self, family: Sequence[CheckpointPolicy], best: Candidate | None) -> list[Candidate]:
-        """For batches that need some recompute, the least of a family that makes each fit.
+    def between(self, family: Sequence[CheckpointPolicy], rival: Candidate | None) -> list[Candidate]:
+        """``best`` of every policy of a family, but its end, that could be faster than a rival.
+
+        Nothing that recomputes is faster than no recompute at the same batch, so only larger batches count.
 
         Args:
-            family: policies, the less recomputed the earlier; the last one is an end.
-            best: the fastest found so far. Nothing that recomputes is faster than no recompute at the
-                largest batch, so nothing is looked for once that is reached.
+            family: policies, the less recomputed the earlier, so the earlier the faster at one batch; the last one
+                is an end, searched already.
+            rival: the fastest found so far, None where nothing fits.
         """
-        top = self.largest_rung(family[-1])
         plain = self.largest_rung(NO_CHECKPOINT)
         start = 0 if plain is None else plain + 1
-        if top is None or start > top or len(family) < 2:
-            return []
-        ceiling = (1 - SAME_SPEED) * self.at(NO_CHECKPOINT, top).tokens_per_second
         found: list[Candidate] = []
-        top_speed = best.tokens_per_second if best else 0.0
-        guess = slower = 0
-        for rung in _rungs(start, top):
-            if top_speed >= ceiling or slower == SLOWER_IN_A_ROW:
+        guess = start
+        for policy in family[:-1]:
+            if start > self.top or (rival is not None and self._limit(policy) < rival.tokens_per_second):
                 break
-            guess = self._least(family, rung, guess)
-            found.append(self.at(family[guess], rung))
-            speed = found[-1].tokens_per_second
-            slower = 0 if speed > top_speed else slower + 1
-            top_speed = max(top_speed, speed)
+            if self.at(policy, start).fits:
+                found.append(self.best(policy, guess))
+                guess = self.rung_of(found[-1])
+                rival = fastest([found[-1], *([rival] if rival else [])], self.model.n_layers)
         return found
 
-    def _least(self, family: Sequence[CheckpointPolicy], rung: int, guess: int) -> int:
-        """Index of the policy that recomputes least and still fits on that rung; the last one does fit."""
-        short = last_fitting(lambda i: not self.at(family[i], rung).fits, len(family) - 1, guess)
-        return 0 if short is None else short + 1
+    def _limit(self, policy: CheckpointPolicy) -> float:
+        """Tokens/s that no batch that is tried passes with that policy."""
+        return self.at(policy, self.top).tokens_per_second
 
     def above(self, candidate: Candidate) -> Candidate | None:
         """The rung above a candidate's, None at the top of the ladder."""
@@ -233,23 +260,6 @@ class Search:
 
     def rung_of(self, candidate: Candidate) -> int:
         return self.ladder.batches.index(candidate.batch)
-
-    def smallest_as_fast(self, candidate: Candidate, share: float) -> Candidate:
-        """The lowest rung of the same policy that still has ``share`` of the candidate's tokens/s."""
-        enough = share * candidate.tokens_per_second
-        top = self.rung_of(candidate)
-        slow = last_fitting(
-            lambda rung: self.at(candidate.policy, rung).tokens_per_second < enough, top, top // 2
-        )
-        return self.at(candidate.policy, 0 if slow is None else slow + 1)
-
-
-def _rungs(start: int, top: int) -> Iterator[int]:
-    """Rungs from ``start`` to ``top``: each of the first eight, then every further eighth of the way up."""
-    rung = start
-    while rung <= top:
-        yield rung
-        rung += max(1, (rung - start) // 8)
 
 
 @dataclass(frozen=True)
@@ -290,13 +300,11 @@ def recomputed_share(policy: CheckpointPolicy, n_layers: int) -> float:
 
 
 def fastest(candidates: Iterable[Candidate], n_layers: int) -> Candidate | None:
-    """The fitting candidate with the most tokens a second; among equals the one that recomputes least."""
-    fitting = [candidate for candidate in candidates if candidate.fits]
-    if not fitting:
-        return None
-    top = max(candidate.tokens_per_second for candidate in fitting)
-    equals = [c for c in fitting if c.tokens_per_second >= (1 - SAME_SPEED) * top]
-    return min(equals, key=lambda c: (recomputed_share(c.policy, n_layers), -c.tokens_per_second))
+    """The fitting candidate with the most tokens/s; of equals the one that recomputes least."""
+    fitting = (candidate for candidate in candidates if candidate.fits)
+    return min(
+        fitting, key=lambda c: (-c.tokens_per_second, recomputed_share(c.policy, n_layers)), default=None
+    )
 
 
 @dataclass(frozen=True)

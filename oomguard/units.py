@@ -35,17 +35,34 @@ _ROUNDS_UP = 1023.95 / 1024  # what would show as 1024.0 of a unit is 1.0 of the
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?|\.\d+)\s*(?P<unit>[a-zA-Z]*)\s*")
 
 
+class NoUnitError(InputError):
+    """A size as a text without a unit, and what to write: each unit that gives no more than a machine has."""
+
+    def __init__(self, text: str, number: str) -> None:
+        sizes = [
+            f"{number}{unit}"
+            for unit in ("GB", "GiB", "MiB")
+            if Decimal(number) * _UNITS[unit.lower()] <= 64 * TIB
+        ]
+        self.number = number
+        self.suggestion = ", ".join(
+            [*sizes, f"or {number}B for bytes"] if sizes else [f"{number}B for bytes"]
+        )
+        super().__init__(f"{_shortened(text)!r} has no unit; write {self.suggestion}")
+
+
 def parse_bytes(text: str | int) -> int:
     """A size as a person writes it, in bytes.
 
     Args:
-        text: ``"16GB"`` (10^9), ``"16GiB"`` or ``"16G"`` (2^30), ``"512MiB"``, or a whole number of bytes.
+        text: ``"16GB"`` (10^9), ``"16GiB"`` or ``"16G"`` (2^30), ``"512MiB"``, ``"1000B"``; or, as an integer, bytes.
+            A text without a unit is refused but for ``"0"``: who writes 32 seldom means 32 bytes.
 
     Returns:
         The size in bytes, rounded down to a whole byte.
 
     Raises:
-        InputError: not a number with a known unit, negative, or more than 64 bits can address.
+        InputError: not a number with a known unit, no unit, negative, or more than 64 bits can address.
     """
     match = _SIZE.fullmatch(str(text))
     if match is None or match["unit"].lower() not in _UNITS:
@@ -53,6 +70,8 @@ def parse_bytes(text: str | int) -> int:
     size = Decimal(match["number"]) * _UNITS[match["unit"].lower()]
     if size >= 1 << 63:
         raise InputError(f"{_shortened(str(text))!r} is more memory than a machine can address")
+    if isinstance(text, str) and not match["unit"] and size:
+        raise NoUnitError(text, match["number"])
     return int(size)
 
 

@@ -39,6 +39,7 @@ class FakeCoefficients:
     median_error: float = 0.02
     worst_error: float = 0.08
     device: str = "a machine"
+    passed_over: str = ""
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,11 +15,13 @@ from local_rows import made_up_rows, mistake, run, write_rows
 
 import oomguard.measure
 from oomguard.calibration.local_sweep import LARGEST_SHARE, LEAST_PEAK_BYTES, local_tasks
-from oomguard.coefficients import local_path, local_rows_path, shipped
+from oomguard.cli import calibrate as calibrate_command
+from oomguard.coefficients import load, local_path, local_rows_path, shipped
 from oomguard.device import find_device
 from oomguard.estimate import estimate
 from oomguard.learn import MIN_LOCAL_ROWS
-from oomguard.measure import Progress, Task
+from oomguard.measure import Progress, Task, collect
+from oomguard.measure.process import Outcome
 from oomguard.rows import Header, Row, append_row, read_rows
 
 
@@ -72,6 +75,98 @@ def test_calibrate_fits_what_it_measured_and_plans_use_it(measured: list[Row], h
     assert elsewhere["calibration"]["profile"] == "cpu"
 
 
+def test_calibrate_keeps_what_ships_where_a_fit_of_few_rows_predicts_worse(
+    measured: list[Row], home: Path
+) -> None:
+    """Six rows of a busy machine: peaks as they ship, times a quarter off either way."""
+    rows = made_up_rows(6, header=made_up_header())
+    off = (1.3, 0.75, 1.25, 0.7, 1.35, 0.8)
+    measured += [
+        row.model_copy(update={"step_seconds": (row.step_seconds or 0) * share})
+        for row, share in zip(rows, off, strict=True)
+    ]
+    status, out, _ = run("calibrate", "--minutes", "0.5")
+    assert status == 0
+    assert "peaks of compiled steps: " in out
+    assert out.count("; kept as shipped\n") == 2
+    assert f"plans use the shipped coefficients; the rows stay in {home}." in out
+    assert not local_path("cpu").exists()
+    plan = json.loads(run("plan", "--preset", "tiny", "--memory", "200MB", "--json")[1])
+    assert plan["calibration"]["profile"] == "cpu"
+
+
+def test_calibrate_replaces_only_the_speeds_of_a_machine_three_times_as_fast(measured: list[Row]) -> None:
+    header = made_up_header()
+    rows = made_up_rows(6, header=header)
+    measured += [row.model_copy(update={"step_seconds": (row.step_seconds or 0) / 3}) for row in rows]
+    status, out, _ = run("calibrate", "--minutes", "0.5")
+    assert status == 0
+    assert "peaks of compiled steps: " in out
+    assert (out.count("; replaced\n"), out.count("; kept as shipped\n")) == (1, 1)
+    own, ships = load("cpu", mlx_version=header.mlx, device=header.machine), shipped("cpu")
+    assert own.profile == "cpu, speeds local"
+    assert (own.compiled, own.eager, own.rows) == (ships.compiled, ships.eager, ships.rows)
+    assert set(own.speed.flops_per_second) == set(ships.speed.flops_per_second)
+    for row in measured:
+        assert row.model is not None
+        assert row.step is not None
+        assert estimate(row.model, row.step, own).step_seconds == pytest.approx(row.step_seconds, rel=0.01)
+
+
+def test_calibrate_that_finds_what_ships_better_deletes_an_earlier_fit(measured: list[Row]) -> None:
+    measured += made_up_rows(6, 1.1, made_up_header())
+    run("calibrate", "--minutes", "2")
+    assert local_path("cpu").exists()
+    measured[:] = made_up_rows(6, 1.0, made_up_header())  # the last row of a setting counts
+    assert "plans use the shipped coefficients" in run("calibrate", "--minutes", "2")[1]
+    assert not local_path("cpu").exists()
+
+
+def test_calibrate_goes_on_after_an_upgrade_of_mlx(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real sweep: rows of another MLX stay in the file, are measured again, and count no more."""
+    device = find_device("cpu")
+    old = made_up_rows(6, 1.5, made_up_header().model_copy(update={"mlx": "0.1.0"}))
+    home.mkdir()
+    write_rows(local_rows_path(), old, made_up_header().model_copy(update={"mlx": "0.1.0"}))
+    asked: list[Task] = []
+
+    def run_child(task: Task, *_: object) -> Outcome:
+        asked.append(task)
+        assert task.model is not None
+        assert task.step is not None
+        found = estimate(task.model, task.step, shipped("cpu"))
+        peak = {f"{name}_bytes": int(1.1 * found.peak_bytes) for name in ("peak", "low", "high")}
+        rest = {
+            "active_bytes": 1,
+            "cache_bytes": 1,
+            "seconds": found.step_seconds,
+            "seconds_spread": 0,
+            "steps": 3,
+        }
+        return Outcome(said={"default": {**peak, **rest}}, reason="")
+
+    monkeypatch.setattr(collect, "run_child", run_child)
+    monkeypatch.setattr(
+        "oomguard.calibration.local_sweep.local_tasks",
+        lambda *_: [Task(model=row.model, step=row.step) for row in old],
+    )
+    status, out, err = run("calibrate", "--minutes", "0.5")
+    assert status == 0, err
+    assert len(asked) == 6
+    assert out.splitlines()[0] == "Measured 6 new rows."
+    assert f"Fitted 6 rows measured here (cpu, MLX {device.mlx})" in out
+    assert len(read_rows(local_rows_path())[1]) == 12
+    status, out, _ = run("calibrate", "--minutes", "0.5")
+    assert (status, len(asked)) == (0, 6)  # and those of this MLX are not measured again
+    assert out.splitlines()[0] == "Measured 0 new rows."
+
+
+def test_no_message_of_calibrate_names_an_option_it_has_not() -> None:
+    options = set(re.findall(r"--[a-z][a-z-]+", run("calibrate", "--help")[1]))
+    source = Path(calibrate_command.__file__).read_text()
+    assert set(re.findall(r"--[a-z][a-z-]+", source)) <= options
+
+
 def test_calibrate_with_too_few_rows_says_so_and_keeps_them(measured: list[Row]) -> None:
     measured += made_up_rows(MIN_LOCAL_ROWS - 1, header=made_up_header())
     status, out, _ = run("calibrate", "--minutes", "2")
@@ -82,7 +177,7 @@ def test_calibrate_with_too_few_rows_says_so_and_keeps_them(measured: list[Row])
 
 
 def test_calibrate_forget_returns_to_the_shipped_profile(measured: list[Row], home: Path) -> None:
-    measured += made_up_rows(4, header=made_up_header())
+    measured += made_up_rows(4, 1.1, header=made_up_header())
     run("calibrate", "--minutes", "2")
     (home / "notes.txt").write_text("mine")
     status, out, _ = run("calibrate", "--forget")
@@ -96,7 +191,7 @@ def test_calibrate_forget_returns_to_the_shipped_profile(measured: list[Row], ho
 def test_calibrate_forgets_a_damaged_calibration_too(home: Path) -> None:
     home.mkdir()
     local_path("cpu").write_text("{")
-    assert "is damaged" in mistake("plan", "--preset", "tiny")
+    assert "is damaged" in run("plan", "--preset", "tiny", "--memory", "200MB")[1]
     assert run("calibrate", "--forget")[0] == 0
     assert run("plan", "--preset", "tiny", "--memory", "200MB")[0] == 0
 
@@ -153,7 +248,8 @@ def test_calibrate_measures_and_fits_on_this_machine(home: Path) -> None:
     assert rows
     assert all(row.status == "ok" and row.steps == 3 for row in rows)
     assert f"Measured {len(rows)} new rows." in done.stdout
-    assert (done.returncode == 0) == local_path("cpu").exists() == (len(rows) >= MIN_LOCAL_ROWS)
+    assert (done.returncode == 0) == (len(rows) >= MIN_LOCAL_ROWS)
+    assert local_path("cpu").exists() == ("`oomguard plan` uses it from now on" in done.stdout)
 
 
 def test_made_up_rows_are_a_row_file(tmp_path: Path) -> None:

@@ -17,6 +17,17 @@ from oomguard.report.as_json import plan_json
 from oomguard.units import GIB
 
 CONTRACT = {"schema", "device", "request", "choice", "candidates", "calibration", "warnings"}
+BESIDE_THE_CHOICE = {
+    "budget",
+    "rule",
+    "next_up",
+    "ceiling",
+    "grows_to",
+    "tradeoff",
+    "least",
+    "smallest",
+    "reliefs",
+}
 CANDIDATE = {
     "batch",
     "seq_len",
@@ -31,6 +42,11 @@ CANDIDATE = {
     "tokens_per_second",
     "breakdown",
     "engine",
+    "cache_limit_bytes",
+    "sequenced_high_bytes",
+    "largest_tensor_bytes",
+    "phase",
+    "step_seconds",
 }
 CALIBRATION = {"profile", "mlx", "backend", "rows", "median_error", "worst_error"}
 
@@ -62,7 +78,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[
 def test_json_keeps_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     status, found = run_json(capsys, *PLAN)
     assert status == 0
-    assert set(found) == CONTRACT
+    assert set(found) == CONTRACT | BESIDE_THE_CHOICE
     assert found["schema"] == "oomguard.plan/1"
     assert set(found["device"]) == {"name", "backend", "budget_bytes", "bound_by"}
     assert set(found["calibration"]) == CALIBRATION
@@ -199,6 +215,8 @@ MISTAKES = [
     (["--accumulate", "0"], "--accumulate: 0 is too few"),
     (["--target-batch", "0"], "--target-batch: 0 is too few"),
     (["--target-batch", "12", "--batch", "5"], "batch 5 does not divide the target batch 12; 4 or 6 would"),
+    (["--memory", "32"], "--memory: '32' has no unit; write 32GB, 32GiB, 32MiB, or 32B for bytes"),
+    (["--headroom", "5"], "--headroom: '5' has no unit; write it as 5%, 5GB, 5GiB, 5MiB, or 5B for bytes"),
     (["--memory", "0"], "--memory: a budget of 0 bytes holds nothing"),
     (["--memory", "3PB"], "--memory: '3PB' is more memory than any machine has"),
     (["--memory", "lots"], "--memory: 'lots' is not a size; write it as 16GB, 16GiB or 512MiB"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from local_rows import mistake, run
+from local_rows import run
 
 from oomguard.coefficients import Coefficients, data_dir, load, local_path, read_coefficients, shipped
 from oomguard.config import StepConfig
@@ -97,25 +97,55 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("text", "said"), BROKEN.values(), ids=list(BROKEN))
-def test_broken_file_says_what_is_wrong_and_how_to_go_on(text: str, said: str, home: Path) -> None:
+def test_broken_file_is_passed_over_with_what_is_wrong_and_how_to_go_on(
+    text: str, said: str, home: Path
+) -> None:
     home.mkdir()
     local_path("cpu").write_text(text)
-    with pytest.raises(InputError) as caught:
-        load("cpu")
-    assert said in str(caught.value)
-    assert "oomguard calibrate" in str(caught.value)
+    found = load("cpu")
+    assert said in found.passed_over
+    assert "oomguard calibrate" in found.passed_over
+    assert str(local_path("cpu")) in found.passed_over
+    assert found.passed_over.endswith("; the shipped coefficients are used")
+    assert found.model_copy(update={"passed_over": ""}) == shipped("cpu")
+    assert "passed_over" not in found.model_dump_json()
+    with pytest.raises(InputError, match="oomguard calibrate"):
+        read_coefficients(local_path("cpu"))
     for command in ("plan", "estimate"):
-        line = mistake(command, "--preset", "tiny", "--device", "cpu-16gb")
-        assert said in line
-        assert str(local_path("cpu")) in line
+        asked = (command, "--preset", "tiny", "--device", "cpu-16gb")
+        status, out, err = run(*asked)
+        assert (status, err) == (0, "")
+        assert " ".join(said.split()) in " ".join(out.split())
+        status, out, err = run(*asked, "--json")
+        assert (status, err) == (0, f"warning: {found.passed_over}\n")
+        assert found.passed_over in json.loads(out)["warnings"]
     assert local_path("cpu").read_text() == text
-    assert run("plan", "--preset", "tiny", "--device", "m5-pro-48gb")[0] == 0  # another backend is not asked
+    elsewhere = run(
+        "plan", "--preset", "tiny", "--device", "m5-pro-48gb", "--json"
+    )  # another backend is not asked
+    assert (elsewhere[0], elsewhere[2]) == (0, "")
 
 
-def test_file_that_is_not_text_is_refused(home: Path) -> None:
+def test_broken_file_changes_no_number_of_a_plan(home: Path) -> None:
+    asked = ("plan", "--preset", "huge", "--device", "cpu-16gb", "--memory", "2GB", "--json")
+    whole_file = json.loads(run(*asked)[1])
+    home.mkdir()
+    local_path("cpu").write_text("{")
+    damaged = json.loads(run(*asked)[1])
+    assert len(damaged.pop("warnings")) == len(whole_file.pop("warnings")) + 1
+    assert damaged == whole_file
+
+
+def test_file_that_is_not_text_is_passed_over(home: Path) -> None:
     home.mkdir()
     local_path("cpu").write_bytes(b"\xff\xfe\x00\x01")
-    assert "is not a coefficients file" in mistake("plan", "--preset", "tiny", "--device", "cpu-16gb")
+    status, out, _ = run("plan", "--preset", "tiny", "--device", "cpu-16gb")
+    assert status == 0
+    assert "is not a coefficients file" in out
+    local_path("cpu").unlink()
+    local_path("cpu").mkdir()
+    assert run("plan", "--preset", "tiny", "--device", "cpu-16gb")[0] == 0
+    assert "cannot read coefficients" in load("cpu").passed_over
 
 
 @pytest.mark.parametrize("backend", ["cpu", "metal"])

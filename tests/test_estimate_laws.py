@@ -6,11 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from oomguard.coefficients import shipped
-from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
+from oomguard.config import OPTIMIZERS, CheckpointPolicy, ModelConfig, StepConfig
 from oomguard.errors import InputError
 from oomguard.estimate import Estimate, estimate
 from oomguard.presets import presets
@@ -113,3 +113,54 @@ def test_an_estimate_imports_neither_mlx_nor_numpy_nor_scipy() -> None:
         "print([name for name in ('mlx', 'numpy', 'scipy') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+TINY_MODELS = st.builds(
+    lambda layers, shape, mlp, context, vocab: ModelConfig(
+        n_layers=layers, d_model=shape[0], n_heads=shape[1], d_mlp=mlp, context=context, vocab_size=vocab
+    ),
+    layers=st.integers(1, 8),
+    shape=st.sampled_from([(2, 1), (8, 2), (64, 4)]),
+    mlp=st.sampled_from([1, 8, 256]),
+    context=st.sampled_from([1, 16, 128]),
+    vocab=st.sampled_from([1, 256]),
+)
+ODD_STEPS = st.builds(
+    lambda **settings: StepConfig.model_validate(settings),
+    batch=st.sampled_from([1, 2, 8, 64]),
+    seq_len=st.just(1),
+    accumulate=st.sampled_from([1, 2, 7]),
+    checkpoint=POLICIES,
+    dtype=DTYPES,
+    optimizer=st.sampled_from(OPTIMIZERS),
+    clip_norm=st.booleans(),
+    compiled=st.booleans(),
+    evaluate_micro_steps=st.booleans(),
+)
+ODD_MODEL = ModelConfig(n_layers=3, d_model=8, n_heads=2, d_mlp=8, context=128, vocab_size=1)
+# Once an in-flight window of -2325 B, and of -1301 B in the update.
+BELOW_ZERO = StepConfig(
+    batch=1,
+    seq_len=128,
+    accumulate=7,
+    evaluate_micro_steps=False,
+    checkpoint=CheckpointPolicy.parse("sqrt"),
+    optimizer="sgd",
+)
+BELOW_ZERO_IN_THE_UPDATE = BELOW_ZERO.but(
+    batch=8, seq_len=1, accumulate=1, dtype="bfloat16", optimizer="lion", clip_norm=True, compiled=False
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(TINY_MODELS, ODD_STEPS, BACKENDS, st.integers(1, 128))
+@example(ODD_MODEL, BELOW_ZERO, "cpu", 128)
+@example(ODD_MODEL.model_copy(update={"d_model": 64, "n_layers": 8}), BELOW_ZERO_IN_THE_UPDATE, "cpu", 1)
+def test_no_item_of_a_breakdown_is_below_zero_and_all_sum_to_the_peak(
+    model: ModelConfig, step: StepConfig, backend: str, seq_len: int
+) -> None:
+    found = peak(model, step.but(seq_len=min(seq_len, model.context)), backend)
+    assert min(found.breakdown.values()) > 0
+    assert sum(found.breakdown.values()) == found.peak_bytes
+    assert 0 <= min(found.phases.values()) <= max(found.phases.values()) <= found.peak_bytes
+    assert found.footprint_bytes >= found.peak_bytes >= found.sequenced_peak_bytes >= 0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from oomguard.calibration.refit import METAL_LEAST_PEAK_BYTES, refits, to_json
-from oomguard.coefficients import shipped
+from oomguard.coefficients import Speed, shipped
 from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
 from oomguard.errors import InputError
 from oomguard.fit import (
@@ -18,10 +18,12 @@ from oomguard.fit import (
     Fitted,
     Peaks,
     Table,
+    Times,
     fit_mode,
     fit_profile,
     fit_scales,
     fit_speed,
+    fit_speed_beside,
     tabulate,
 )
 from oomguard.inventory import Inventory
@@ -189,3 +191,50 @@ def test_metal_table_is_the_m5_pros() -> None:
     large = [row for row in rows if (row.peak_bytes or 0) >= METAL_LEAST_PEAK_BYTES]
     assert len(large) == 14
     assert math.isclose(sum(row.peak_bytes or 0 for row in rows) / 2**20, 151525)
+
+
+def drawn(rng: np.random.Generator, noise: float, faster: float) -> tuple[list[Row], list[Row]]:
+    """Six rows as a short ``calibrate`` may measure them, and the other shipped ones as they would be there."""
+    rows = [row for row in shipped_rows("cpu.jsonl") if row.step and row.step.dtype == "float32"]
+    picked = set(rng.choice(len(rows), 6, replace=False).tolist())
+    there = [row.model_copy(update={"step_seconds": (row.step_seconds or 0) / faster}) for row in rows]
+    busy = [
+        row.model_copy(update={"step_seconds": (row.step_seconds or 0) * float(np.exp(noise * rng.normal()))})
+        for row in (there[i] for i in picked)
+    ]
+    return busy, [row for i, row in enumerate(there) if i not in picked]
+
+
+def shipped_rows(name: str) -> list[Row]:
+    path = next(path for path in shipped_row_files() if path.name == name)
+    return [row for row in read_rows(path)[1] if row.model and row.step_seconds]
+
+
+def miss(speed: Speed, rows: list[Row]) -> float:
+    times = Times.of(rows, "cpu")
+    return float(np.abs(times.misses(times.rates_of(speed))).mean())
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.25])
+def test_speed_fitted_beside_the_shipped_one_is_not_worse_on_rows_it_has_not_seen(noise: float) -> None:
+    ships, rng = shipped("cpu").speed, np.random.default_rng(7)
+    kept, before, after = 0, [], []
+    for _ in range(25):
+        measured, others = drawn(rng, noise, faster=1)
+        speed, part = fit_speed_beside(measured, "cpu", ships)
+        kept += not part.better
+        assert part.better == (speed != ships)
+        before.append(miss(ships, others))
+        after.append(miss(speed, others))
+    assert kept >= 22
+    assert np.mean(after) <= 1.05 * np.mean(before)
+
+
+def test_speed_of_a_machine_three_times_as_fast_is_seen_in_six_busy_rows() -> None:
+    ships, rng = shipped("cpu").speed, np.random.default_rng(7)
+    for _ in range(10):
+        measured, others = drawn(rng, 0.1, faster=3)
+        speed, part = fit_speed_beside(measured, "cpu", ships)
+        assert part.better
+        assert miss(speed, others) < 0.5 * miss(ships, others)
+        assert set(speed.flops_per_second) == set(ships.flops_per_second)

@@ -13,6 +13,7 @@ from oomguard.device import Device
 from oomguard.engines import trace_step
 from oomguard.errors import InputError, TraceError
 from oomguard.planner import Plan, Request, answer, check_request, largest_batch, plan, read_model
+from oomguard.report.plan_text import plan_text
 from oomguard.search import Traced
 from oomguard.units import GIB, MIB
 
@@ -91,14 +92,14 @@ def test_nothing_fits_names_a_change_that_fits() -> None:
     found = ask(request(batch=64, checkpoint=NO_CHECKPOINT, memory_bytes=150 * MIB))
     assert found.choice is None
     options = dict(found.reliefs)
-    assert set(options) >= {
-        "--grad-checkpoint auto",
-        "--target-batch 64",
-        "--batch auto --grad-checkpoint auto",
-    }
-    assert all(candidate.fits for candidate in options.values())
-    spread = options["--target-batch 64"]
+    spread = found.reliefs[1].candidate
     assert spread.batch * spread.step.accumulate == 64
+    assert list(options)[:3] == [
+        "--grad-checkpoint auto",
+        f"--batch {spread.batch} --accumulate {spread.step.accumulate}",
+        "--batch auto --grad-checkpoint auto",
+    ]
+    assert all(candidate.fits for candidate in options.values())
 
 
 def test_nothing_fits_names_the_memory_that_would_do_where_the_machine_has_it() -> None:
@@ -160,11 +161,32 @@ def test_cache_limit_never_takes_the_footprint_over_the_budget() -> None:
     assert found.choice.footprint_bytes == found.choice.peak_bytes + found.choice.cache_limit_bytes
 
 
-def test_cache_that_was_never_measured_may_take_all_that_is_left() -> None:
-    found = ask(request(memory_bytes=100 * MIB), FakeEstimator(cache_bytes=0))
+def test_cache_limit_is_what_the_allocator_keeps_however_much_is_left() -> None:
+    found = ask(request(batch=1, memory_bytes=GIB), FakeEstimator(cache_bytes=8 * MIB))
     assert found.choice is not None
-    assert found.choice.cache_limit_bytes == found.choice.headroom_bytes > 0
-    assert found.choice.footprint_bytes == 100 * MIB
+    assert found.choice.headroom_bytes > 500 * MIB
+    assert found.choice.cache_limit_bytes == 8 * MIB
+    assert found.choice.footprint_bytes == found.choice.peak_bytes + 8 * MIB
+
+
+def test_target_batch_that_only_accumulation_breaks_says_what_it_needs_and_what_fits_instead() -> None:
+    """Gradients that are summed up stand beside the new ones, so one sequence fits where seven of them do not."""
+    alone = ask(request(memory_bytes=8 * MIB)).choice
+    assert alone is not None
+    found = ask(request(target_batch=7 * alone.batch, memory_bytes=alone.high_bytes + 1024))
+    assert found.choice is None
+    assert found.least is not None
+    assert found.smallest is not None
+    assert found.least.batch * found.least.step.accumulate == 7 * alone.batch
+    assert not found.least.fits
+    assert found.smallest.fits
+    assert f"--target-batch {alone.batch}" in dict(found.reliefs)
+    assert not any(candidate.fits for candidate in found.candidates)
+    words = " ".join(plan_text(found).split())
+    assert f"Does not fit: the target batch of {7 * alone.batch}" in words
+    assert "not even" not in words
+    assert "accumulated with" in words
+    assert "more than the budget." in words
 
 
 def test_breakdown_of_every_candidate_sums_to_its_peak() -> None:
@@ -255,6 +277,45 @@ def test_trace_finds_what_fits_where_the_estimate_sees_nothing() -> None:
     found = ask(asked, tracer=FakeTracer(0.5)).choice
     assert found is not None
     assert (found.engine, found.fits) == ("trace", True)
+
+
+@pytest.mark.parametrize("memory", [100 * MIB, 4 * GIB, 15 * GIB])
+@pytest.mark.parametrize("factor", [0.9, 1.0, 1.12])
+@pytest.mark.parametrize("policy", [None, NO_CHECKPOINT, EVERY_BLOCK])
+def test_choice_of_the_trace_engine_was_always_traced(
+    memory: int, factor: float, policy: CheckpointPolicy | None
+) -> None:
+    tracer = FakeTracer(factor)
+    found = ask(request(checkpoint=policy, memory_bytes=memory), FakeEstimator(band=0.02), tracer=tracer)
+    assert found.choice is not None
+    assert found.choice.engine == "trace"
+    assert found.choice.step in tracer.calls
+    for near in (found.next_up, found.ceiling):
+        assert near is None or (near.engine == "trace" and near.step in tracer.calls)
+    assert found.largest is not None
+    assert found.ceiling is not None
+    assert found.largest.batch >= found.ceiling.batch >= found.choice.batch
+    words = " ".join(plan_text(found).split())
+    assert ", confirmed by a trace" in words
+    rows = [line for line in plan_text(found).splitlines() if " trace " in line or " estimate " in line]
+    assert len(rows) >= len(found.candidates)
+    if found.tradeoff is not None:
+        assert found.tradeoff.plain.batch >= (
+            found.choice.batch if found.choice.policy == NO_CHECKPOINT else 0
+        )
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.5])
+def test_reliefs_of_the_trace_engine_were_traced(factor: float) -> None:
+    tracer = FakeTracer(factor)
+    asked = request(batch=64, checkpoint=NO_CHECKPOINT, memory_bytes=60 * MIB)
+    found = ask(asked, FakeEstimator(band=0.02), tracer=tracer)
+    assert found.choice is None
+    assert found.least is not None
+    assert found.least.engine == "trace"
+    assert found.reliefs
+    for options, candidate in found.reliefs:
+        assert (candidate.engine, candidate.fits) == ("trace", True), options
 
 
 def test_policy_asked_for_is_never_replaced_by_the_trace() -> None:

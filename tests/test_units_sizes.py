@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,9 +26,9 @@ SIZES = st.integers(min_value=0, max_value=1 << 60)
         (".5gb", 5 * 10**8),
         ("3PB", 3 * 10**15),
         ("0", 0),
-        ("17", 17),
+        ("0.0", 0),
         ("17B", 17),
-        ("1.9", 1),
+        ("1.9B", 1),
         (16, 16),
     ],
 )
@@ -42,7 +44,26 @@ def test_parse_bytes_refuses_what_is_not_a_size(text: str | int) -> None:
         parse_bytes(text)
 
 
-@pytest.mark.parametrize("text", ["9" * 19, "9300PB", "9" * 5000 + "TiB", "9999999999GiB"])
+@pytest.mark.parametrize(
+    ("text", "suggestions"),
+    [
+        ("32", "32GB, 32GiB, 32MiB, or 32B for bytes"),
+        (" 1.9 ", "1.9GB, 1.9GiB, 1.9MiB, or 1.9B for bytes"),
+        ("90000", "90000MiB, or 90000B for bytes"),
+        ("17179869184", "17179869184B for bytes"),
+    ],
+)
+def test_parse_bytes_refuses_a_text_without_a_unit_and_says_what_to_write(
+    text: str, suggestions: str
+) -> None:
+    with pytest.raises(InputError, match="has no unit; write ") as caught:
+        parse_bytes(text)
+    assert str(caught.value) == f"{text!r} has no unit; write {suggestions}"
+    for size in re.findall(r"[\d.]+[GMiB]+", suggestions):
+        assert 0 < parse_bytes(size) <= 64 * TIB
+
+
+@pytest.mark.parametrize("text", ["9" * 19, "9" * 19 + "B", "9300PB", "9" * 5000 + "TiB", "9999999999GiB"])
 def test_parse_bytes_refuses_more_than_an_address_holds_in_one_short_line(text: str) -> None:
     with pytest.raises(InputError, match="more memory than a machine can address") as caught:
         parse_bytes(text)
@@ -51,7 +72,7 @@ def test_parse_bytes_refuses_more_than_an_address_holds_in_one_short_line(text: 
 
 @given(SIZES)
 def test_parse_bytes_reads_back_a_whole_number(size: int) -> None:
-    assert parse_bytes(str(size)) == parse_bytes(f"{size} B") == parse_bytes(size) == size
+    assert parse_bytes(f"{size}B") == parse_bytes(f"{size} B") == parse_bytes(size) == size
 
 
 @given(SIZES)

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 )
 def command(minutes: float, forget: bool) -> int:
     """Measure training steps on this machine for a few minutes, fit the estimate to
-    them, and use the result in every later plan.
+    them, and use in every later plan what predicts them better than what ships:
+    each row is predicted by a fit that never saw it. After an upgrade of MLX run
+    it again: rows of another version stay, and count no more.
 
     Rows of training runs that were learnt from count too. Stop it at any moment:
     finished rows stay, and the next start goes on from there.
@@ -39,25 +41,32 @@ def command(minutes: float, forget: bool) -> int:
 
     if forget:
         return _forget()
+    from oomguard.measure import provenance
     from oomguard.rows import read_rows
 
     path = local_rows_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     _measure(minutes)
     header, rows = read_rows(path)
-    latest = header.model_copy(
-        update={name: getattr(rows[-1], name) for name in ("mlx", "backend", "machine")}
-    )
+    here = {"mlx": provenance.mlx_version(), "machine": provenance.machine(), "backend": rows[-1].backend}
+    latest = header.model_copy(update=here)
     own = comparable(rows, latest)
     if not enough(own):
         click.echo(f"{len(own)} rows so far; {MIN_LOCAL_ROWS} are needed for a fit. Run it again to go on.")
         return 1
     found = fit_local(latest, own)
     click.echo(
-        f"Fitted {found.rows} rows measured here ({found.backend}, MLX {found.mlx}): leave-one-out median "
-        f"{found.median_error:.1%}, worst {found.worst_error:.1%}; step time {found.speed.median_error:.0%} off."
+        f"Fitted {len(own)} rows measured here ({latest.backend}, MLX {latest.mlx}), each left out in turn:"
     )
-    click.echo(f"Kept in {path.parent}; `oomguard plan` uses it from now on.")
+    for part in found.parts:
+        errors = f"the fit is {part.error:.1%} off in the median, what ships {part.shipped_error:.1%}"
+        click.echo(f"  {part.name}: {errors}; {'replaced' if part.better else 'kept as shipped'}")
+    if found.used:
+        click.echo(f"Kept in {path.parent}; `oomguard plan` uses it from now on.")
+    else:
+        click.echo(
+            f"No part predicts better, so plans use the shipped coefficients; the rows stay in {path.parent}."
+        )
     return 0
 
 
@@ -91,7 +100,11 @@ def _measure(minutes: float) -> None:
     measured = 0
     with _Bar(len(tasks)) as bar:
         for progress in sweep(
-            tasks, local_rows_path(), Settings(steps=3), command=f"oomguard calibrate --minutes {minutes:g}"
+            tasks,
+            local_rows_path(),
+            Settings(steps=3),
+            command=f"oomguard calibrate --minutes {minutes:g}",
+            any_origin=True,
         ):
             row = progress.row
             measured += not progress.kept

@@ -10,11 +10,13 @@ import click
 from oomguard.cli.options import (
     COUNT,
     POLICY,
+    POLICY_HELP,
     chosen_model,
     device_option,
     model_options,
     step_options,
     wants_colour,
+    warn_of_calibration,
 )
 from oomguard.config import CheckpointPolicy, Dtype, ModelConfig, Optimizer, StepConfig, check_seq_len
 
@@ -27,7 +29,7 @@ from oomguard.config import CheckpointPolicy, Dtype, ModelConfig, Optimizer, Ste
     type=POLICY,
     default="none",
     show_default=True,
-    help="none, every, stride=K|sqrt|auto, blocks=N, attention, attention,blocks=N or custom_function.",
+    help=POLICY_HELP,
 )
 @click.option("--accumulate", type=COUNT, default="1", show_default=True, help="Micro-batches of an update.")
 @step_options
@@ -76,6 +78,7 @@ def command(
     if as_json:
         from oomguard.report.as_json import estimate_json
 
+        warn_of_calibration(coefficients)
         click.echo(json.dumps(estimate_json(model, step, found, coefficients), indent=2))
     else:
         from oomguard.report.estimate_text import estimate_text

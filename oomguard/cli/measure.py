@@ -17,6 +17,7 @@ from oomguard.cli.options import (
     COUNT,
     MEMORY,
     POLICY,
+    POLICY_HELP,
     chosen_model,
     model_options,
     number,
@@ -69,7 +70,7 @@ class _Command(click.Command):
     type=POLICY,
     default="none",
     show_default=True,
-    help="none, every, stride=K|sqrt|auto, blocks=N, attention, attention,blocks=N or custom_function.",
+    help=POLICY_HELP,
 )
 @click.option("--accumulate", type=COUNT, default="1", show_default=True, help="Micro-batches of an update.")
 @click.option("--one-graph", is_flag=True, help="Accumulate without evaluating each micro-batch.")

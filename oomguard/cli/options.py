@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from oomguard.config import CheckpointPolicy, ModelConfig
+from oomguard.config import CheckpointPolicy, ModelConfig, say_policies
 from oomguard.errors import InputError
 from oomguard.settings import (
     AUTO,
@@ -27,6 +27,8 @@ from oomguard.settings import (
 )
 
 if TYPE_CHECKING:
+    from oomguard.coefficients import Coefficients
+
     _ParamType = click.ParamType[Any]
 else:
     _ParamType = click.ParamType  # not generic before click 8.4
@@ -86,6 +88,8 @@ def number(least: float, most: float = math.inf) -> Reader:
     """A finite number between two others, both allowed."""
     return Reader("number", lambda text: read_number(text, least, most), "X")
 
+
+POLICY_HELP = f"{say_policies()}."
 
 COUNT = Reader("count", read_count, "N")
 BATCH_OR_AUTO = Reader("batch", read_batch, "N|auto")
@@ -183,6 +187,12 @@ def budget_options(command: Command) -> Command:
 def model_option_text(preset: ModelConfig | None, config: Path | None) -> str:
     """How the command line named the model, to be said again in a command to run."""
     return f"--preset {preset.name}" if preset is not None else f"--config {shlex.quote(str(config))}"
+
+
+def warn_of_calibration(calibration: Coefficients) -> None:
+    """On stderr, where stdout is for a program: that this machine's own calibration cannot be used."""
+    if calibration.passed_over:
+        click.echo(f"warning: {calibration.passed_over}", err=True)
 
 
 def wants_colour() -> bool:

@@ -13,6 +13,7 @@ from oomguard.cli.options import (
     BATCH_OR_AUTO,
     COUNT,
     ENGINE,
+    POLICY_HELP,
     POLICY_OR_AUTO,
     budget_options,
     chosen_model,
@@ -20,6 +21,7 @@ from oomguard.cli.options import (
     model_options,
     step_options,
     wants_colour,
+    warn_of_calibration,
 )
 from oomguard.cli.waiting import waiting
 from oomguard.config import ModelConfig
@@ -37,7 +39,7 @@ FITS, NOTHING_FITS = 0, 1
     type=POLICY_OR_AUTO,
     default="auto",
     show_default=True,
-    help="none, every, stride=K|sqrt|auto, blocks=N, attention, attention,blocks=N or custom_function.",
+    help=POLICY_HELP,
 )
 @click.option("--accumulate", type=COUNT, help="Micro-batches of an update.")
 @click.option(
@@ -52,7 +54,7 @@ FITS, NOTHING_FITS = 0, 1
     type=ENGINE,
     default="estimate",
     show_default=True,
-    help="estimate; trace confirms the choice by simulating the step (imports MLX); auto where it can.",
+    help="estimate; trace simulates the choice and its neighbours (imports MLX); auto where it can.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, schema oomguard.plan/1.")
 def command(
@@ -64,7 +66,9 @@ def command(
     **settings: Any,
 ) -> int:
     """Find the fastest setting of a training step that fits: batch, accumulation
-    and gradient checkpointing within the memory this process may use.
+    and gradient checkpointing within the memory this process may use. The rule:
+    the most tokens/s of what fits; of equals, the least recompute. A batch grows
+    no further once no larger one could add more than 0.75%.
 
     \b
     oomguard plan --preset behemoth
@@ -81,6 +85,7 @@ def command(
     if as_json:
         from oomguard.report.as_json import plan_json
 
+        warn_of_calibration(found.calibration)
         click.echo(json.dumps(plan_json(found), indent=2))
     else:
         from oomguard.report.plan_text import plan_text

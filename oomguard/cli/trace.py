@@ -15,6 +15,7 @@ from oomguard.cli.options import (
     COUNT,
     MEMORY_OR_AUTO,
     POLICY,
+    POLICY_HELP,
     Reader,
     chosen_model,
     device_option,
@@ -51,7 +52,7 @@ DESCRIBES = ("batch", "grad_checkpoint", "accumulate", "ctx_tokens", "optimizer"
     type=POLICY,
     default="none",
     show_default=True,
-    help="none, every, stride=K|sqrt|auto, blocks=N, attention, attention,blocks=N or custom_function.",
+    help=POLICY_HELP,
 )
 @click.option("--accumulate", type=COUNT, default="1", show_default=True, help="Micro-batches of an update.")
 @step_options

@@ -16,6 +16,7 @@ import click
 from oomguard.cli.options import (
     BATCH_OR_AUTO,
     COUNT,
+    POLICY_HELP,
     POLICY_OR_AUTO,
     budget_options,
     chosen_model,
@@ -66,7 +67,7 @@ input, 130 stopped.
     type=POLICY_OR_AUTO,
     default="auto",
     show_default=True,
-    help="none, every, stride=K|sqrt|auto, blocks=N, attention, attention,blocks=N or custom_function.",
+    help=POLICY_HELP,
 )
 @click.option("--accumulate", type=COUNT, help="Micro-batches of an update.")
 @click.option(

@@ -152,6 +152,7 @@ def sweep(
     command: str = "",
     note: str = "",
     retry: bool = False,
+    any_origin: bool = False,
     on_progress: Callable[[Task, str], None] | None = None,
 ) -> Iterator[Progress]:
     """Measures tasks into a row file, yielding after each row is on disk.
@@ -163,6 +164,7 @@ def sweep(
     Args:
         path: the row file; made if missing.
         command, note: for the header of a new file.
+        any_origin: rows of another MLX or machine may stand in the file; what they measured is measured again.
         on_progress: called with the task and a few words whenever a child starts something.
 
     Raises:
@@ -174,7 +176,7 @@ def sweep(
     for task in tasks:
         check_task(task)
     with _locked(path):
-        header, finished = _what_is_there(path, command, note)
+        header, finished = _what_is_there(path, command, note, any_origin)
         wanted = list(dict.fromkeys(task.key for task in tasks))
         by_key = {task.key: task for task in tasks}
         keep = {
@@ -223,8 +225,10 @@ def _measure_into(
     return row
 
 
-def _what_is_there(path: Path, command: str, note: str) -> tuple[Header, dict[str, Row]]:
-    """The header, new or found, and the last row of each key."""
+def _what_is_there(
+    path: Path, command: str, note: str, any_origin: bool = False
+) -> tuple[Header, dict[str, Row]]:
+    """The header, new or found, and the last row of each key; with ``any_origin`` of those measured as here."""
     new = Header(
         schema=SCHEMA,
         machine=provenance.machine(),
@@ -239,6 +243,9 @@ def _what_is_there(path: Path, command: str, note: str) -> tuple[Header, dict[st
     if not _has_a_whole_line(path):
         return new, {}
     header, rows = read_rows(path)
+    if any_origin:
+        same = (row for row in rows if (row.mlx, row.machine) == (new.mlx, new.machine))
+        return header, {row.key: row for row in same}
     for what, found, here in (("MLX", header.mlx, new.mlx), ("machine", header.machine, new.machine)):
         if found != here:
             raise InputError(

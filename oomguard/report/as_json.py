@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
-from oomguard.planner import Plan, Request
-from oomguard.search import Candidate
+from oomguard.planner import Plan, Request, Tradeoff
+from oomguard.search import RULE, Candidate
 
 if TYPE_CHECKING:
     from oomguard.coefficients import Coefficients
@@ -17,7 +17,11 @@ ESTIMATE_SCHEMA = "oomguard.estimate/1"
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """The object ``oomguard plan --json`` prints; ``choice`` is null when nothing fits."""
+    """The object ``oomguard plan --json`` prints; ``choice`` is null when nothing fits.
+
+    From ``rule`` on to ``reliefs``, what stands beside choice and candidates is that of ``Plan``, null or empty where
+    there is none.
+    """
     return {
         "schema": PLAN_SCHEMA,
         "device": {
@@ -26,9 +30,27 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "budget_bytes": plan.budget.budget_bytes,
             "bound_by": plan.budget.bound_by,
         },
+        "budget": {
+            "budget_bytes": plan.budget.budget_bytes,
+            "bound_by": plan.budget.bound_by,
+            "headroom_bytes": plan.budget.headroom_bytes,
+            "bounds": dict(plan.budget.candidates),
+            "largest_buffer_bytes": plan.budget.largest_buffer_bytes,
+        },
         "request": _request(plan.request),
-        "choice": candidate_json(plan.choice) if plan.choice is not None else None,
+        "rule": RULE,
+        "choice": _candidate_or_null(plan.choice),
         "candidates": [candidate_json(candidate) for candidate in plan.candidates],
+        "next_up": _candidate_or_null(plan.next_up),
+        "ceiling": _candidate_or_null(plan.ceiling),
+        "grows_to": plan.grows_to,
+        "tradeoff": _tradeoff(plan.tradeoff) if plan.tradeoff is not None else None,
+        "least": _candidate_or_null(plan.least),
+        "smallest": _candidate_or_null(plan.smallest),
+        "reliefs": [
+            {"options": relief.options, "candidate": candidate_json(relief.candidate)}
+            for relief in plan.reliefs
+        ],
         "calibration": calibration_json(plan.calibration),
         "warnings": list(plan.warnings),
     }
@@ -47,10 +69,27 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
         "footprint_bytes": candidate.footprint_bytes,
         "headroom_bytes": candidate.headroom_bytes,
         "fits": candidate.fits,
-        "tokens_per_second": round(candidate.tokens_per_second, 3),
+        "cache_limit_bytes": candidate.cache_limit_bytes,
+        "sequenced_high_bytes": candidate.sequenced_high_bytes,
+        "largest_tensor_bytes": candidate.estimate.largest_tensor_bytes,
+        "phase": candidate.estimate.phase,
+        "step_seconds": candidate.estimate.step_seconds,
+        "tokens_per_second": candidate.tokens_per_second,
         "breakdown": dict(candidate.estimate.breakdown),
         "engine": candidate.engine,
     }
+
+
+def _tradeoff(ends: Tradeoff) -> dict[str, Any]:
+    return {
+        "plain": candidate_json(ends.plain),
+        "every": candidate_json(ends.every),
+        "slowdown": ends.slowdown,
+    }
+
+
+def _candidate_or_null(candidate: Candidate | None) -> dict[str, Any] | None:
+    return None if candidate is None else candidate_json(candidate)
 
 
 def estimate_json(

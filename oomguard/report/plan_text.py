@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Iterator
 
 from oomguard.budget import Budget
-from oomguard.planner import Plan
+from oomguard.planner import Plan, Request
 from oomguard.report.estimate_text import breakdown_lines, calibration_line
-from oomguard.report.style import Ink, paragraph, table
+from oomguard.report.style import WIDTH, Ink, paragraph, table
 from oomguard.report.words import (
     PRICE_OF_WAITING,
     SHORT_DTYPES,
@@ -19,7 +19,7 @@ from oomguard.report.words import (
     say_policy,
     say_step,
 )
-from oomguard.search import Candidate
+from oomguard.search import NO_GAIN, SPEED_DIGITS, Candidate
 from oomguard.units import format_bytes, format_seconds
 
 
@@ -35,11 +35,10 @@ def plan_text(plan: Plan, colour: bool = False, model_option: str = "") -> str:
     parts = [_header(plan, ink), _answer(plan, ink)]
     if plan.candidates:
         parts.append("\n".join(_candidate_lines(plan, ink)))
-    shown = plan.choice or plan.smallest
+    shown = plan.choice or plan.least
     if shown is not None:
-        holds = [
-            ink.faint(f"What holds {format_bytes(shown.peak_bytes)} at the peak ({shown.estimate.phase})")
-        ]
+        peak = format_bytes(shown.peak_bytes)
+        holds = [ink.faint(paragraph(f"What holds {peak} at the peak ({shown.estimate.phase})"))]
         parts.append("\n".join(holds + breakdown_lines(shown.estimate.breakdown)))
     parts.append("\n".join(_foot(plan, ink, model_option)))
     return "\n\n".join(part for part in parts if part)
@@ -79,7 +78,7 @@ def _answer(plan: Plan, ink: Ink) -> str:
         ("peak", format_bytes(choice.peak_bytes), f"{band}; the high end must fit"),
         ("left", format_bytes(choice.headroom_bytes), "of the budget above the high end"),
         ("footprint", format_bytes(choice.footprint_bytes), f"with the cache limited to {cache}"),
-        ("speed", format_seconds(estimate.step_seconds), f"a step, {choice.tokens_per_second:,.0f} tokens/s"),
+        ("speed", format_seconds(estimate.step_seconds), f"a step, {say_speed(choice)} tokens/s"),
     ]
     engine = "" if choice.engine == "estimate" else ", confirmed by a trace"
     said = f"{say_batch(choice.step)}, {say_policy(choice.policy, n_layers)}"
@@ -96,9 +95,10 @@ def _why(plan: Plan, choice: Candidate) -> Iterator[str]:
     if plan.next_up is not None:
         above = plan.next_up
         yield f"Next up: {say_batch(above.step)} with {say_policy(above.policy, n_layers)} {_excess(above)}."
-        if _window_alone_breaks_it(above):
+        if _window_alone_breaks_it(above, plan):
             yield (
-                "Only its in-flight window does not fit: with mx.set_memory_limit at the budget MLX waits for "
+                f"Of {say_batch(above.step)} only the in-flight window is too much: without it the step needs up to "
+                f"{format_bytes(above.sequenced_high_bytes)}. With mx.set_memory_limit at the budget MLX waits for "
                 f"running kernels instead, which costs time ({PRICE_OF_WAITING})."
             )
     top = plan.ceiling
@@ -106,72 +106,116 @@ def _why(plan: Plan, choice: Candidate) -> Iterator[str]:
         share = choice.tokens_per_second / top.tokens_per_second
         yield (
             f"A larger batch buys nothing here: up to {say_batch(top.step)} fits, and {say_batch(choice.step)} "
-            f"already has {share:.0%} of its tokens/s."
+            f"already has {share:.1%} of its tokens/s."
         )
+    elif any(c.batch == plan.grows_to and c is not choice for c in plan.candidates):
+        gain = f"{NO_GAIN:.2%} to the tokens/s"
+        yield f"No batch in the table is above {plan.grows_to}: a larger one adds less than {gain}."
 
 
-def _window_alone_breaks_it(candidate: Candidate) -> bool:
-    """Whether the graph alone, at the high end of its band, would fit."""
-    found = candidate.estimate
-    high = found.sequenced_peak_bytes * found.high_bytes / max(1, found.peak_bytes)
-    return candidate.tensor_fits and high <= candidate.budget.budget_bytes
+def _window_alone_breaks_it(above: Candidate, plan: Plan) -> bool:
+    """Whether the graph alone would fit, at the high end of its band.
+
+    On a GPU no peak without the window was measured, so there only a trace knows.
+    """
+    known = above.engine == "trace" or plan.device.backend == "cpu"
+    return known and above.tensor_fits and above.sequenced_high_bytes <= above.budget.budget_bytes
 
 
 def _tradeoff(plan: Plan) -> Iterator[str]:
+    """What every block recomputed would give beside no recompute, where it gives a larger batch or any at all."""
     ends = plan.tradeoff
     assert ends is not None
+    if not ends.every.fits or (ends.plain.fits and ends.every.batch <= ends.plain.batch):
+        return
     faster = f"{ends.slowdown:.0%} faster a step"
-    if ends.plain.fits and ends.every.fits:
-        yield (
-            f"{say_batch(ends.every.step).capitalize()} with every block recomputed; "
-            f"{ends.plain.batch} without recompute, {faster}."
-        )
-    elif ends.every.fits:
-        yield (
-            f"{say_batch(ends.every.step).capitalize()} with every block recomputed; without recompute, "
-            f"{faster}, {say_batch(ends.plain.step)} {_excess(ends.plain)}."
-        )
+    every = (
+        f"{say_batch(ends.every.step).capitalize()} with every block recomputed{_marked(ends.every, plan)};"
+    )
+    if ends.plain.fits:
+        yield f"{every} {ends.plain.batch} without recompute{_marked(ends.plain, plan)}, {faster}."
+    else:
+        plain = f"{say_batch(ends.plain.step)}{_marked(ends.plain, plan)} {_excess(ends.plain)}"
+        yield f"{every} without recompute, {faster}, {plain}."
+
+
+def _marked(candidate: Candidate, plan: Plan) -> str:
+    """`` (estimated)`` for what is only estimated beside a choice that is traced."""
+    traced = plan.choice is not None and plan.choice.engine == "trace"
+    return " (estimated)" if traced and candidate.engine != "trace" else ""
 
 
 def _excess(candidate: Candidate) -> str:
-    """``needs 23.1 GiB, 1.6 GiB more than the budget``; the high end of the band counts."""
+    """``needs up to 23.1 GiB, 1.6 GiB more than the budget``, of one that does not fit; the high end counts."""
+    reasons = []
     if candidate.headroom_bytes < 0:
         over = format_bytes(-candidate.headroom_bytes)
-        return f"needs up to {format_bytes(candidate.high_bytes)}, {over} more than the budget"
+        reasons.append(f"needs up to {format_bytes(candidate.high_bytes)}, {over} more than the budget")
     largest = candidate.budget.largest_buffer_bytes
     if not candidate.tensor_fits and largest is not None:
         tensor = format_bytes(candidate.estimate.largest_tensor_bytes)
-        return f"has a tensor of {tensor}, and the largest buffer is {format_bytes(largest)}"
-    return "fits"
+        reasons.append(f"has a tensor of {tensor}, and the largest buffer is {format_bytes(largest)}")
+    return ", and ".join(reasons)
 
 
 def _nothing_fits(plan: Plan, ink: Ink) -> Iterator[str]:
-    n_layers = plan.request.model.n_layers
-    yield f"{ink.bad('Does not fit')}: {ink.strong(_what_was_asked(plan))}"
-    smallest = plan.smallest
-    if smallest is not None:
+    n_layers, least, smallest = plan.request.model.n_layers, plan.least, plan.smallest
+    assert least is not None
+    assert smallest is not None
+    yield paragraph(f"{ink.bad('Does not fit')}: {ink.strong(_what_was_asked(plan.request))}", rest="  ")
+    if plan.request.batch is not None and plan.request.checkpoint is not None:
+        yield paragraph(f"It {_excess(least)}.", "  ")
+    else:
+        said = f"{say_batch(least.step)} with {say_policy(least.policy, n_layers)}"
+        which = "can be asked for" if least.step == smallest.step else "does what was asked"
+        yield paragraph(f"The least that {which}, {said}, {_excess(least)}.", "  ")
+    if least.step != smallest.step and not smallest.fits:
         said = f"{say_batch(smallest.step)} with {say_policy(smallest.policy, n_layers)}"
         yield paragraph(f"The least that can be asked for, {said}, {_excess(smallest)}.", "  ")
     if plan.reliefs:
-        yield "  What would fit:"
-        rows = [
-            (options, f"{say_batch(c.step)}, {say_policy(c.policy, n_layers)}", format_bytes(c.peak_bytes))
-            for options, c in plan.reliefs
-        ]
-        yield from table(rows, "<<>", indent="    ")
+        yield "  What would fit, added to the command:"
+        yield from _relief_lines(plan)
 
 
-def _what_was_asked(plan: Plan) -> str:
-    request = plan.request
-    batch = f"batch {request.batch}" if request.batch else f"one sequence of {request.step.seq_len} tokens"
-    if request.checkpoint is not None:
-        return f"not even {batch} with {say_policy(request.checkpoint, request.model.n_layers)}"
-    return f"not even {batch}, with any checkpointing"
+def _relief_lines(plan: Plan) -> list[str]:
+    """A line a relief; two where one of them would be too long: the options, and under them what they give."""
+    n_layers = plan.request.model.n_layers
+    rows = [
+        (options, f"{say_batch(c.step)}, {say_policy(c.policy, n_layers)}", format_bytes(c.peak_bytes))
+        for options, c in plan.reliefs
+    ]
+    lines = table(rows, "<<>", indent="    ")
+    if max(map(len, lines)) <= WIDTH:
+        return lines
+    return [
+        line
+        for options, gives, peak in rows
+        for line in (paragraph(options, "    "), paragraph(f"{gives}: peak {peak}", "      "))
+    ]
+
+
+def _what_was_asked(request: Request) -> str:
+    """``not even one sequence of 1024 tokens, with any checkpointing``, or what was asked instead of that."""
+    target = request.target_batch
+    accumulate = request.accumulate or (target // request.batch if target and request.batch else 1)
+    times = f" x {accumulate} accumulated" if accumulate > 1 else ""
+    if request.batch is not None:
+        asked = f"batch {request.batch}{times}"
+    elif target is not None:
+        split = f"batch {target // accumulate}{times}" if request.accumulate else "however it is accumulated"
+        asked = f"the target batch of {target}, {split}"
+    else:
+        asked = f"not even one sequence of {request.step.seq_len} tokens{times}"
+    if request.checkpoint is None:
+        return f"{asked}, with any checkpointing"
+    return f"{asked}, with {say_policy(request.checkpoint, request.model.n_layers)}"
 
 
 def _candidate_lines(plan: Plan, ink: Ink) -> Iterator[str]:
-    header = ("", "batch", "checkpoint", "peak", "at most", "tokens/s", "")
-    rows = [header]
+    mixed = any(candidate.engine == "trace" for candidate in plan.candidates)
+    rows: list[tuple[str, ...]] = [
+        ("", "batch", "checkpoint", "peak", "at most", "by" if mixed else "", "tokens/s", "")
+    ]
     for candidate in plan.candidates:
         micro = f" x {candidate.step.accumulate}" if candidate.step.accumulate > 1 else ""
         rows.append(
@@ -181,11 +225,14 @@ def _candidate_lines(plan: Plan, ink: Ink) -> Iterator[str]:
                 str(candidate.policy),
                 format_bytes(candidate.peak_bytes),
                 format_bytes(candidate.high_bytes),
-                _round_speed(candidate.tokens_per_second),
+                candidate.engine if mixed else "",
+                say_speed(candidate),
                 "" if candidate.fits else "does not fit",
             )
         )
-    lines = table(rows, "<><>>><", indent="")
+    if not mixed:
+        rows = [(*row[:5], *row[6:]) for row in rows]
+    lines = table(rows, "<><>><><" if mixed else "<><>>><", indent="")
     yield ink.faint(lines[0])
     for line, candidate in zip(lines[1:], plan.candidates, strict=True):
         if candidate is plan.choice:
@@ -194,19 +241,21 @@ def _candidate_lines(plan: Plan, ink: Ink) -> Iterator[str]:
             yield line if candidate.fits else ink.faint(line)
 
 
-def _round_speed(tokens_per_second: float) -> str:
-    """Three significant digits: two fitted speeds know no more."""
-    if tokens_per_second <= 0:
+def say_speed(candidate: Candidate) -> str:
+    """Tokens a second as they are compared: ``1,710``, ``17.1``; ``?`` where no time is known."""
+    speed = candidate.tokens_per_second
+    if speed <= 0:
         return "?"
-    digits = max(0, 2 - math.floor(math.log10(tokens_per_second)))
-    step = 10 ** max(0, math.floor(math.log10(tokens_per_second)) - 2)
-    return (
-        f"{round(tokens_per_second / step) * step:,.0f}" if digits == 0 else f"{tokens_per_second:.{digits}f}"
-    )
+    digits = max(0, SPEED_DIGITS - 1 - math.floor(math.log10(speed)))
+    return f"{speed:,.{digits}f}"
 
 
 def _foot(plan: Plan, ink: Ink, model_option: str) -> Iterator[str]:
-    yield ink.faint(paragraph(calibration_line(plan.calibration)))
+    traced = any(candidate.engine == "trace" for candidate in plan.candidates)
+    said = calibration_line(plan.calibration)
+    if traced:
+        said = f"Peaks by trace are simulated; the others, and all speeds, are e{said.removeprefix('E')}"
+    yield ink.faint(paragraph(said))
     for warning in plan.warnings:
         yield ink.warn(paragraph(f"warning: {warning}", rest="  "))
     if plan.choice is not None:

@@ -60,11 +60,11 @@ def say_step(step: StepConfig) -> str:
 
 
 def exact_bytes(size_bytes: int) -> str:
-    """A size as ``--memory`` reads it, in the largest unit that keeps every byte: ``2GB``, ``600MiB``."""
+    """A size as ``--memory`` reads it, in the largest unit that keeps every byte: ``2GB``, ``600MiB``, ``7B``."""
     for unit, name in ((GIB, "GiB"), (10**9, "GB"), (MIB, "MiB"), (10**6, "MB")):
         if size_bytes and size_bytes % unit == 0:
             return f"{size_bytes // unit}{name}"
-    return str(size_bytes)
+    return f"{size_bytes}B"
 
 
 def say_category(name: str) -> str:
