@@ -25,25 +25,29 @@ from oomguard.errors import TraceError
 from oomguard.trace.containers import (
     Leaf,
     Snapshot,
-    compiled_parts,
-    discover,
+    StateKey,
+    check_state,
     fill,
+    keys_of,
     leaves,
     map_leaves,
     random_keys,
     state_leaves,
     state_tree,
 )
+from oomguard.trace.elsewhere import Elsewhere, Fixed
 from oomguard.trace.experts import restore_sorted_gathers
 from oomguard.trace.graph import Graph, Kind, Region
 from oomguard.trace.label import label
-from oomguard.trace.rawgraph import Exported, Given, build, dtype_name, lead, read_dot
+from oomguard.trace.places import is_a, is_plain_object
+from oomguard.trace.rawgraph import Drawn, Exported, Given, build, dtype_name, lead, read_dot
+from oomguard.trace.reach import compiled_parts, reach
 from oomguard.trace.tags import EVERY_REGION, Call, Site, Tags, checkpointed_functions
 
 Evaluate = Callable[[Any, list[Any]], Any]
 """(what the step returned, the state) to a tree: what the caller hands to ``mx.eval``, in that order."""
 
-MAX_PASSES = 3
+MAX_PASSES = 4
 
 
 @dataclass
@@ -55,11 +59,15 @@ class Capture:
             the step's marks delimit is in ``graph.regions``.
         compiled: whether the step is one ``mx.compile`` function.
         warnings: what could make a number from this graph wrong.
+        state: for each array of the state its input of the graph, that of one the step creates included.
+        earlier: the first calls, where they create the state or leave it in another form than they found it.
     """
 
     graph: Graph
     compiled: bool
     warnings: list[str] = field(default_factory=list)
+    state: dict[StateKey, int] = field(default_factory=dict)
+    earlier: list[Capture] = field(default_factory=list)
 
 
 def returned_then_state(returned: Any, state: list[Any]) -> Any:
@@ -124,86 +132,106 @@ class _Capturing:
         self.keywords = list(keywords)
         self.evaluate, self.consumed = evaluate, consumed
         self.marked: frozenset[str] = frozenset()
-        reached = discover(self.step)
+        self.only_first = self.mistaken = False
+        found = reach(self.step)
+        reached = found.objects
         if not self.compiled and any(_updates_state(o) for o in reached):
             self.compiled = True
             self.warnings.append(
                 "the step calls a function that mx.compile made; all of the step is traced as compiled"
             )
         objects = self.objects = [o for o in reached if isinstance(o, nn.Module | optim.Optimizer)]
+        self.finds_state = state is None and not parts
         self.state = list(state) if state is not None else _captured_state(parts, objects)
+        self.warnings += check_state(self.state) if state is not None else []
         self.function_state = _listed(parts[2]) if parts else self.state
         known = {id(tree) for item in self.state for tree in _containers(item)}
         self.hidden: list[Any] = [o for o in objects if not any(id(t) in known for t in _containers(o))]
         if not any(item is mx.random.state for item in self.state):
             self.hidden.append(mx.random.state)
-        self.outside = [o for o in reached if isinstance(o, mx.array)]
+        self.elsewhere = Elsewhere(self.step, found, self.state, self.hidden)
         self.modules = _modules([*self.state, *objects])
+        roots = [self.state, self.hidden, self.objects, list(self.modules.values()), found.containers]
+        self.snapshot = Snapshot(*roots, variables=found.variables)
 
     def run(self, first_step: bool) -> Capture:
-        snapshot = Snapshot(self.state, self.hidden, self.objects, list(self.modules.values()))
+        self.only_first = first_step
         try:
             try:
-                return self._passes(first_step, [])
+                return self._passes([])
             except TraceError as error:
                 wrapped = checkpointed_functions() if "CustomTransforms" in str(error.__cause__) else []
                 if not wrapped:
                     raise
-                snapshot.restore()
-                return self._passes(first_step, wrapped)
+                self.snapshot.restore()
+                return self._passes(wrapped)
         finally:
-            snapshot.restore()
+            self.snapshot.restore()
 
-    def _passes(self, first_step: bool, wrapped: list[Any]) -> Capture:
-        """Captures, and again while the step leaves its state in another form than it found it."""
-        optimizers = [o for o in (*self.state, *self.objects) if isinstance(o, optim.Optimizer)]
-        if not first_step and any(not getattr(o, "_initialized", True) for o in optimizers):
-            self._look()
+    def _passes(self, wrapped: list[Any]) -> Capture:
+        """Captures, and begins again where an array that was taken to stay turns out to be state."""
+        while True:
+            known = set(self.elsewhere.changing)
+            calls = self._calls(wrapped)
+            if not self.mistaken:
+                break
+            assert self.elsewhere.changing > known
+            self.snapshot.restore()
+        captured = calls.pop()
+        captured.earlier = calls
+        captured.warnings += self._empty_state()
+        return captured
+
+    def _calls(self, wrapped: list[Any]) -> list[Capture]:
+        """The step called again and again, until it leaves its state in the form in which it finds it."""
+        calls = []
+        self.mistaken = False
         for _ in range(MAX_PASSES):
             before = _form(self.leaves())
-            captured = self._capture(wrapped)
-            if first_step or _form(self.leaves()) == before:
+            calls.append(self._capture(wrapped))
+            if self.only_first or self.mistaken or _form(self.leaves()) == before:
                 break
-        return captured
+        return calls
 
     def leaves(self) -> list[Leaf]:
         """Every array of the state, with its name, as it is now."""
-        return state_leaves([*self.state, *self.hidden])
+        own = [item for item in (*self.state, *self.hidden) if not self.elsewhere.lists_only(item)]
+        hanging = state_leaves(own)
+        return hanging + self.elsewhere.leaves(hanging)
 
-    def _look(self) -> None:
-        """Runs the step on placeholders only for what it leaves in the state."""
-
-        def traced(*tracers: mx.array) -> list[mx.array]:
-            self._call(found, tracers)
-            raise _SeenEnough
-
-        found = self.leaves()
-        try:
-            self._export(lambda _: None, traced, found)
-        except _SeenEnough:
-            return
+    def _empty_state(self) -> list[str]:
+        """Warnings for objects of the user's that hold no array, not even after the step."""
+        return [
+            f"state[{number}], a {type(item).__name__}, holds no array: nothing is counted for it"
+            for number, item in enumerate(self.state)
+            if is_plain_object(item) and not is_a(item, optim.Optimizer) and not state_leaves([item])
+        ]
 
     def _capture(self, wrapped: list[Any]) -> Capture:
         found = self.leaves()
+        fixed = self.elsewhere.fixed(found)
         tags = Tags(*_paths(self.modules), self.marked)
         exported, drawing, left = Exported(), io.StringIO(), _Left()
 
         def traced(*tracers: mx.array) -> list[mx.array]:
+            for each in fixed:
+                each.hang()
             with tags.installed(_called_classes(self.modules), wrapped):
                 returned = self._call(found, tracers)
-            left.read(self, returned, found)
+            left.read(self, returned, fixed)
             ends = [mx.stop_gradient(array) for array in left.roots]
-            looked_for = [mx.stop_gradient(array) for array in (*self.outside, *tags.watched)]
+            outside = [each.array for each in fixed] + [array for _, _, array in left.elsewhere]
+            looked_for = [mx.stop_gradient(array) for array in (*outside, *tags.watched)]
             # Drawn in this order, so that each is found again by its place.
             places = [constant for _, _, constant in tags.stand_ins]
             mx.export_to_dot(drawing, *tracers, *tags.constants, *places, *ends, *looked_for)
             return left.roots
 
         self._export(exported, traced, found)
-        return self._build(found, tags, exported, drawing.getvalue(), left)
+        return self._build(found, fixed, tags, exported, drawing.getvalue(), left)
 
     def _export(self, callback: Any, function: Any, found: list[Leaf]) -> None:
-        arrays = [leaf.array for leaf in found if leaf.container is not random_keys()]
+        arrays = [leaf.array for leaf in found if leaf.array is not random_keys()[0]]
         given = list(leaves(self.arguments))
         if not arrays and not given:
             raise TraceError(
@@ -212,7 +240,7 @@ class _Capturing:
             )
         try:
             mx.export_function(callback, function, *[leaf.array for leaf in found], *given)
-        except (_SeenEnough, TraceError):
+        except TraceError:
             raise
         except Exception as error:
             raise _explained(error) from error
@@ -230,52 +258,93 @@ class _Capturing:
         split = len(values) - len(self.keywords)
         return self.step(*values[:split], **dict(zip(self.keywords, values[split:], strict=True)))
 
-    def _build(self, found: list[Leaf], tags: Tags, exported: Exported, drawing: str, left: _Left) -> Capture:
+    def _build(
+        self,
+        found: list[Leaf],
+        fixed: list[Fixed],
+        tags: Tags,
+        exported: Exported,
+        drawing: str,
+        left: _Left,
+    ) -> Capture:
         drawn = read_dot(drawing)
-        ends = drawn.ends[: len(left.roots)]
-        outside = drawn.ends[len(ends) : len(ends) + len(self.outside)]
+        drawn_ends = iter(drawn.ends)
+        ends = list(islice(drawn_ends, len(left.roots)))
+        outside = list(islice(drawn_ends, len(fixed)))
+        now = islice(drawn_ends, len(left.elsewhere))
+        replaced = {
+            key for (number, key, _), name in zip(left.elsewhere, now, strict=True) if name != outside[number]
+        }
+        self.elsewhere.changing |= replaced
+        self.mistaken = bool(replaced)
         match = lead(drawn, exported, dict(zip(ends, exported.outputs, strict=True)))
         graph = Graph()
-        numbers, batch = self._graph_inputs(graph, found, exported)
-        sources = iter(drawn.sources)
-        given = Given(
-            inputs=dict(zip([*islice(sources, len(exported.inputs)), *outside], numbers, strict=True)),
-            marks={next(sources): number for number in range(len(tags.constants))},
-            stand_ins={next(sources): (name, arguments) for name, arguments, _ in tags.stand_ins},
-        )
+        sources = drawn.sources[: len(exported.inputs)]
+        kept = {
+            key for key, name in zip(keys_of(found), sources, strict=False) if name == ends[left.state[key]]
+        }
+        numbers, batch = self._graph_inputs(graph, found, fixed, exported, kept)
+        given = self._given(drawn, exported, outside, numbers, tags)
         built = build(drawn, exported, match, given, graph)
         _refuse_custom_kernels(graph)
         roots = [built.ids[name] for name in ends]
         evaluation = graph.evaluate([roots[r] for r in left.evaluated], held=[roots[r] for r in left.held])
         evaluation.held.update(batch)
-        watches = enumerate(drawn.ends[len(ends) + len(outside) :])
-        watched = {number: built.ids[name] for number, name in watches if name in match and name in built.ids}
+        watched = {
+            number: built.ids[name]
+            for number, name in enumerate(drawn_ends)
+            if name in match and name in built.ids
+        }
         graph.regions = _regions(tags.calls, watched, built.cotangents)
         graph.function_outputs = [roots[r] for r in left.function]
-        graph.carries = {numbers[k]: roots[r] for k, r in enumerate(left.carried)}
+        state = dict(zip(keys_of(found), numbers, strict=False))
+        for key, leaf in keys_of(left.leaves).items():
+            if key not in state and not self.only_first:  # the step makes it, and the next call reads it
+                shape, dtype = tuple(leaf.array.shape), dtype_name(leaf.array.dtype)
+                state[key] = graph.array(shape, dtype, leaf.kind, name=leaf.name)
+        graph.carries = {state[key]: roots[r] for key, r in left.state.items() if key in state}
         graph.remove_dead()
         restore_sorted_gathers(graph)
         label(graph, tags.calls, watched, [roots[r] for r in left.returned])
-        return Capture(graph, self.compiled, self.warnings + tags.warnings)
+        return Capture(graph, self.compiled, self.warnings + tags.warnings, state)
+
+    @staticmethod
+    def _given(drawn: Drawn, exported: Exported, outside: list[str], numbers: list[int], tags: Tags) -> Given:
+        """What is known of the drawn sources; they are drawn in the order in which they are looked for."""
+        sources = iter(drawn.sources)
+        return Given(
+            inputs=dict(zip([*islice(sources, len(exported.inputs)), *outside], numbers, strict=True)),
+            marks={next(sources): number for number in range(len(tags.constants))},
+            stand_ins={next(sources): (name, arguments) for name, arguments, _ in tags.stand_ins},
+        )
 
     def _graph_inputs(
-        self, graph: Graph, found: list[Leaf], exported: Exported
+        self, graph: Graph, found: list[Leaf], fixed: list[Fixed], exported: Exported, kept: set[StateKey]
     ) -> tuple[list[int], list[int]]:
-        """The graph's inputs in the order they are drawn in, and those the caller holds throughout."""
+        """The graph's inputs in the order they are drawn in, and those the caller holds throughout.
+
+        Args:
+            kept: the state that the step leaves as it is.
+        """
         described = iter(exported.inputs)
         numbers: list[int] = []
         held: list[int] = []
         for leaf in found:
             shape, dtype = exported.shapes[next(described)]
             numbers.append(graph.array(shape, dtype, leaf.kind, name=leaf.name))
+        state = dict(zip(keys_of(found), numbers, strict=True))
         for position, argument in enumerate(self.arguments):
             kind: Kind = "state" if position in self.consumed else "batch"
             for _ in leaves(argument):
                 shape, dtype = exported.shapes[next(described)]
                 numbers.append(graph.array(shape, dtype, kind, name=self._argument_name(position)))
                 held += [] if position in self.consumed else numbers[-1:]
-        for array in self.outside:
-            numbers.append(graph.array(tuple(array.shape), dtype_name(array.dtype), "state", name="closure"))
+        for each in fixed:
+            if each.twin in kept:
+                numbers.append(state[each.twin])
+                continue
+            shape, dtype = tuple(each.array.shape), dtype_name(each.array.dtype)
+            numbers.append(graph.array(shape, dtype, "state", name="closure"))
             held.append(numbers[-1])
         return numbers, held
 
@@ -290,10 +359,6 @@ class _Capturing:
         return names[position] if position < len(names) else f"argument {position}"
 
 
-class _SeenEnough(Exception):
-    """Ends a pass that only looks at what the step does to its state."""
-
-
 @dataclass
 class _Left:
     """What a step returned and left in its state: ``roots``, and who wants which of them."""
@@ -303,11 +368,16 @@ class _Left:
     evaluated: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
     function: list[int] = field(default_factory=list)
-    carried: list[int] = field(default_factory=list)
+    leaves: list[Leaf] = field(default_factory=list)
+    state: dict[StateKey, int] = field(default_factory=dict)
+    elsewhere: list[tuple[int, StateKey, mx.array]] = field(default_factory=list)
     _positions: dict[int, int] = field(default_factory=dict)
 
-    def read(self, capturing: _Capturing, returned: Any, found: list[Leaf]) -> None:
-        trees = [state_tree(item) for item in capturing.state]
+    def read(self, capturing: _Capturing, returned: Any, fixed: list[Fixed]) -> None:
+        elsewhere = capturing.elsewhere
+        self.elsewhere, _ = elsewhere.left(capturing.leaves(), fixed)
+        self.leaves = capturing.leaves()
+        trees = self._trees(capturing)
         self.returned = self._add(returned)
         self.evaluated = self._add(capturing.evaluate(returned, trees))
         if not self.evaluated:
@@ -316,12 +386,27 @@ class _Left:
                 "state=[model, optimizer]"
             )
         hidden = [state_tree(item) for item in capturing.hidden]
-        self.held = self._add([returned, trees, hidden])
+        self.held = self._add([returned, trees, hidden, [leaf.array for leaf in self.leaves]])
         state = [state_tree(item) for item in capturing.function_state]
-        self.function = self._add([returned, state])
-        after = capturing.leaves()
-        if [leaf.name for leaf in after] == [leaf.name for leaf in found]:
-            self.carried = self._add([leaf.array for leaf in after])
+        self.function = self._add([returned, trees if capturing.function_state is capturing.state else state])
+        self.state = {key: self._add(leaf.array)[0] for key, leaf in keys_of(self.leaves).items()}
+
+    def _trees(self, capturing: _Capturing) -> list[Any]:
+        """The state as ``evaluate`` is given it; where the trace has found it by itself, all that was found."""
+        now = {key: leaf.array for key, leaf in keys_of(self.leaves).items()}
+        reached = {key: array for _, key, array in self.elsewhere} | {
+            key: array for key, array in now.items() if key in capturing.elsewhere.changing
+        }
+        trees = [
+            capturing.elsewhere.tree(item, now, reached)
+            if capturing.elsewhere.lists_only(item)
+            else state_tree(item)
+            for item in capturing.state
+        ]
+        if capturing.finds_state:
+            changing = [reached[key] for key in sorted(capturing.elsewhere.changing) if key in reached]
+            trees += [changing] if changing else []
+        return trees
 
     def _add(self, tree: Any) -> list[int]:
         positions = []
