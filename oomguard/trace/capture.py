@@ -227,10 +227,10 @@ class _Capturing:
             mx.export_to_dot(drawing, *tracers, *tags.constants, *places, *ends, *looked_for)
             return left.roots
 
-        self._export(exported, traced, found)
+        self._export(exported, traced, found, fixed)
         return self._build(found, fixed, tags, exported, drawing.getvalue(), left)
 
-    def _export(self, callback: Any, function: Any, found: list[Leaf]) -> None:
+    def _export(self, callback: Any, function: Any, found: list[Leaf], fixed: list[Fixed]) -> None:
         arrays = [leaf.array for leaf in found if leaf.array is not random_keys()[0]]
         given = list(leaves(self.arguments))
         if not arrays and not given:
@@ -238,8 +238,14 @@ class _Capturing:
                 "the step takes no arrays and has no state; call it with its batch, and name what it updates "
                 "with state=[model, optimizer]"
             )
+        # An example that the step also reads elsewhere would be an input it captured; another array does as well.
+        twins = {each.twin for each in fixed}
+        examples = [
+            mx.zeros(leaf.array.shape, leaf.array.dtype) if key in twins else leaf.array
+            for key, leaf in keys_of(found).items()
+        ]
         try:
-            mx.export_function(callback, function, *[leaf.array for leaf in found], *given)
+            mx.export_function(callback, function, *examples, *given)
         except TraceError:
             raise
         except Exception as error:

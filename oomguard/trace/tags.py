@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -34,6 +35,7 @@ from mlx.utils import tree_flatten
 from oomguard.trace.containers import map_leaves
 from oomguard.trace.experts import SORTED_GATHER
 from oomguard.trace.lower import CROSS_ENTROPY
+from oomguard.trace.places import class_attribute, is_a, methods_of
 
 _FAST = ("cross_entropy", "layer_norm", "rms_norm", "rope", "scaled_dot_product_attention")
 FAST = tuple(name for name in _FAST if hasattr(mx.fast, name))
@@ -305,22 +307,46 @@ def checkpointed_functions() -> list[Any]:
 
     MLX's transformed functions are all of one type. Those that keep nothing but the function they wrap come from
     ``mx.checkpoint``, ``mx.grad`` or ``mx.value_and_grad``; called with nothing, a gradient complains of its own,
-    and the others hand the call on to a function that misses its arguments.
+    and the others hand the call on.
     """
     return [o for o in gc.get_objects() if type(o).__name__ == "_gc_func" and _is_checkpoint(o)]
 
 
+class _HandedOn(Exception):
+    """The call of a transformed function got as far as the function it wraps."""
+
+
 def _is_checkpoint(function: Any) -> bool:
+    """Called with nothing, under a profiler that ends the call before a line of the user's function runs."""
     parts = gc.get_referents(function)
-    if len(parts) != 2 or not hasattr(parts[1], "__code__") or not parts[1].__code__.co_argcount:
+    if len(parts) != 2 or _runs_no_python(parts[1]):
         return False
+    here = sys._getframe()
+
+    def end(frame: types.FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_back is here:
+            raise _HandedOn
+
+    before = sys.getprofile()
+    sys.setprofile(end)
     try:
         function()
-    except TypeError:
+    except (_HandedOn, TypeError):  # a TypeError is that the function misses its arguments
         return True
     except Exception:
         return False
+    finally:
+        sys.setprofile(before)
     return False
+
+
+def _runs_no_python(wrapped: Any) -> bool:
+    """Whether a profiler would not see it begin: it is neither a function nor an object with a ``__call__``."""
+    while is_a(wrapped, types.MethodType, functools.partial):
+        wrapped = wrapped.__func__ if is_a(wrapped, types.MethodType) else wrapped.func
+    return not is_a(wrapped, types.FunctionType) and not is_a(
+        class_attribute(wrapped, "__call__"), types.FunctionType
+    )
 
 
 @contextmanager
@@ -328,13 +354,14 @@ def _everywhere(original: Any, replacement: Any) -> Iterator[None]:
     """Replaces an object in every dictionary and closure that refers to it."""
     undo: list[Callable[[], None]] = []
     for referrer in gc.get_referrers(original):
-        if isinstance(referrer, dict):
+        if is_a(referrer, dict):
             # A loop, not a comprehension: that would put ``original`` itself in a closure to be replaced.
-            for key, value in list(referrer.items()):
+            for key, value in list(dict.items(referrer)):
                 if value is original:
-                    referrer[key] = replacement
-                    undo.append(functools.partial(referrer.__setitem__, key, original))
-        elif isinstance(referrer, types.CellType) and referrer.cell_contents is original:
+                    put = functools.partial(methods_of(referrer).__setitem__, referrer, key)
+                    put(replacement)
+                    undo.append(functools.partial(put, original))
+        elif is_a(referrer, types.CellType) and referrer.cell_contents is original:
             referrer.cell_contents = replacement
             undo.append(functools.partial(setattr, referrer, "cell_contents", original))
     try:
