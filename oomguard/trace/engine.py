@@ -14,7 +14,7 @@ from oomguard.trace.capture import Capture, Evaluate, capture, returned_then_sta
 from oomguard.trace.collector import collector_paused
 from oomguard.trace.containers import leaves, state_tree
 from oomguard.trace.fuse import compile_graph
-from oomguard.trace.graph import Graph
+from oomguard.trace.graph import Graph, Node
 from oomguard.trace.ledger import CATEGORIES, Owner, Recorder
 from oomguard.trace.memory import CPU, Device, ImmediateQueue, Program
 from oomguard.trace.orders import best_order
@@ -22,7 +22,7 @@ from oomguard.trace.rawgraph import dtype_name
 from oomguard.trace.remat import recompute_regions
 from oomguard.trace.result import Holder, Moment, Span, Timeline, TraceResult
 from oomguard.trace.startup import SYNCHRONIZER_DISPATCHES, dispatches_to_evaluate
-from oomguard.trace.steps import ALONE, Steps, Surroundings, graph_peak, within_update
+from oomguard.trace.steps import ALONE, Steps, Surroundings, graph_peak, settling_steps, within_update
 from oomguard.trace.tags import RECOMPUTING
 
 STEADY_STEPS = 3
@@ -163,8 +163,21 @@ def simulate(
 
 
 def _program_of(captured: Capture, compiled: bool, device: Device, rewrite: Rewrite | None) -> Program:
-    graph = built_for(device, captured)
-    return prepare(graph if rewrite is None else rewrite(graph), compiled=compiled, device=device)
+    """The captured step as a program, behind the calls that create its state."""
+    program: Program | None = None
+    before: Capture | None = None
+    for call in (*captured.earlier, captured):
+        graph = built_for(device, call)
+        graph = graph if rewrite is None else rewrite(graph)
+        links = (
+            {}
+            if before is None
+            else {i: before.state[key] for key, i in call.state.items() if key in before.state}
+        )
+        program = prepare(graph, compiled=compiled, device=device, earlier=program, links=links)
+        before = call
+    assert program is not None
+    return program
 
 
 def _simulated(
@@ -180,16 +193,17 @@ def _simulated(
         Steps(program, memory_limit, None, surroundings)
         for program, surroundings in zip(programs, around, strict=True)
     ]
-    updates = [[call.step() for call in calls] for _ in range(1 + steady_steps)]
+    settling = max(max(settling_steps(program), 1) for program in programs) if steady_steps else 0
+    updates = [[call.step() for call in calls] for _ in range(settling + steady_steps or 1)]
     highest = [max(runs, key=lambda run: run.peak_bytes) for runs in updates]
-    steady = highest[1:] or highest
+    steady = highest[settling:]
     peaks = [run.peak_bytes for run in steady]
     peak = median_low(peaks)
-    number = next(k for k, run in enumerate(highest) if run.peak_bytes == peak and (k or not steady_steps))
+    number = next(k for k, run in enumerate(highest) if run.peak_bytes == peak and k >= settling)
     run = highest[number]
     which = updates[number].index(run)
     program = programs[which]
-    graph = program.graph
+    graph, primitives = calls[which].evaluated(number)
     recorder = calls[which].record(number, run.peak_index)
     largest_buffer = max(call.largest_buffer for call in calls)
     for call in calls:
@@ -197,7 +211,7 @@ def _simulated(
     sequenced = median_low([max(call.step().peak_bytes for call in calls) for _ in steady])
     graph_peaks = [graph_peak(each) for each in programs]
     order = best_order(program, graph_peaks[which], memory_limit=memory_limit, surroundings=around[which])
-    moments = [_moment(program, index) for index in range(len(program.evaluations[0]))]
+    moments = [_moment(step.node, index) for index, step in enumerate(primitives)]
     holders = _holders(graph, recorder)
     return TraceResult(
         peak_bytes=peak,
@@ -226,14 +240,24 @@ def built_for(device: Device, captured: Capture) -> Graph:
     return _with_checkpoints(device.build(captured.graph))
 
 
-def prepare(graph: Graph, *, compiled: bool, device: Device) -> Program:
-    """A graph that ``device`` builds, compiled in place where the step is, as a program to simulate."""
+def prepare(
+    graph: Graph,
+    *,
+    compiled: bool,
+    device: Device,
+    earlier: Program | None = None,
+    links: dict[int, int] | None = None,
+) -> Program:
+    """A graph that ``device`` builds, compiled in place where the step is, as a program to simulate.
+
+    ``earlier`` and ``links`` are as for ``Program``.
+    """
     if compiled:
         compile_graph(graph, device.fusion)
         # The compiled function keeps its constants from call to call.
         graph.evaluations[0].held.update(a.id for a in graph.arrays if a.kind == "constant")
     _name_new_state(graph)
-    return Program(graph, device)
+    return Program(graph, device, earlier=earlier, links=links)
 
 
 def _with_checkpoints(graph: Graph) -> Graph:
@@ -261,11 +285,14 @@ def counted_timelines(captured: Capture) -> tuple[list[int], list[int], list[Mom
     default = Steps(program, None, None, ALONE)
     runs = [default.step().high for _ in range(1 + STEADY_STEPS)][1:]
     steady = [median_low(values) for values in zip(*runs, strict=True)]
-    return alone.high, steady, [_moment(program, index) for index in range(len(program.evaluations[0]))]
+    return (
+        alone.high,
+        steady,
+        [_moment(step.node, index) for index, step in enumerate(program.evaluations[0])],
+    )
 
 
-def _moment(program: Program, index: int) -> Moment:
-    node = program.evaluations[0][index].node
+def _moment(node: Node, index: int) -> Moment:
     return Moment(index, node.primitive, node.phase, node.block, node.scope)
 
 

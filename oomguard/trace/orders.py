@@ -20,7 +20,7 @@ from oomguard.trace.collector import collector_paused
 from oomguard.trace.graph import Graph
 from oomguard.trace.memory import Program
 from oomguard.trace.result import OrderPeak
-from oomguard.trace.steps import ALONE, Surroundings, graph_peak, step_peaks
+from oomguard.trace.steps import ALONE, Surroundings, graph_peak, settling_steps, step_peaks
 
 STEPS = 2
 WORTH_TRYING = 0.01  # of the peak: what the graph alone must save before the device is simulated
@@ -75,7 +75,8 @@ def best_order(
     least = (1 - WORTH_TRYING) * graph_peak_bytes
 
     def steady_peak(ordered: Program) -> int:
-        return step_peaks(ordered, STEPS, memory_limit=memory_limit, surroundings=surroundings)[-1]
+        count = max(STEPS, 1 + settling_steps(ordered))
+        return step_peaks(ordered, count, memory_limit=memory_limit, surroundings=surroundings)[-1]
 
     peaks = {name: steady_peak(other) for name, other in _reordered(program) if graph_peak(other) < least}
     if not peaks:
@@ -91,4 +92,4 @@ def _reordered(program: Program) -> Iterator[tuple[str, Program]]:
         given = program.graph.evaluations
         evaluations = [replace(e, outputs=order(program.graph, e.outputs)) for e in given]
         if any(ours.outputs != theirs.outputs for ours, theirs in zip(evaluations, given, strict=True)):
-            yield name, Program(program.graph.evaluated_as(evaluations), program.device)
+            yield name, program.evaluated_as(evaluations)
