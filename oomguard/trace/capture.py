@@ -43,6 +43,8 @@ from oomguard.trace.places import is_a, is_plain_object
 from oomguard.trace.rawgraph import Drawn, Exported, Given, build, dtype_name, lead, read_dot
 from oomguard.trace.reach import compiled_parts, reach
 from oomguard.trace.tags import EVERY_REGION, Call, Site, Tags, checkpointed_functions
+from oomguard.trace.waiting import listed
+from oomguard.units import format_bytes
 
 Evaluate = Callable[[Any, list[Any]], Any]
 """(what the step returned, the state) to a tree: what the caller hands to ``mx.eval``, in that order."""
@@ -68,6 +70,18 @@ class Capture:
     warnings: list[str] = field(default_factory=list)
     state: dict[StateKey, int] = field(default_factory=dict)
     earlier: list[Capture] = field(default_factory=list)
+
+    @property
+    def calls(self) -> list[Capture]:
+        """The first calls of a process, and last the one that all others are like."""
+        return [*self.earlier, self]
+
+    @property
+    def links(self) -> list[dict[int, int]]:
+        """For each of ``calls`` which inputs of its graph and of the one before are the same array of the state."""
+        pairs = zip(self.calls, self.calls[1:], strict=False)
+        same = [{i: a.state[key] for key, i in b.state.items() if key in a.state} for a, b in pairs]
+        return [{}, *same]
 
 
 def returned_then_state(returned: Any, state: list[Any]) -> Any:
@@ -187,11 +201,13 @@ class _Capturing:
         calls = []
         self.mistaken = False
         for _ in range(MAX_PASSES):
-            before = _form(self.leaves())
+            before = self.leaves()
             calls.append(self._capture(wrapped))
-            if self.only_first or self.mistaken or _form(self.leaves()) == before:
-                break
-        return calls
+            after = self.leaves()
+            if self.only_first or self.mistaken or _form(after) == _form(before):
+                return calls
+        calls[-1].warnings.append(_growth(before, after))
+        return calls[-1:]
 
     def leaves(self) -> list[Leaf]:
         """Every array of the state, with its name, as it is now."""
@@ -514,6 +530,19 @@ def _called_classes(modules: dict[str, nn.Module]) -> set[type]:
 
 def _form(found: list[Leaf]) -> list[tuple[str, tuple[int, ...], str]]:
     return [(leaf.name, tuple(leaf.array.shape), str(leaf.array.dtype)) for leaf in found]
+
+
+def _growth(before: list[Leaf], after: list[Leaf]) -> str:
+    """What is said of a state that never settles."""
+    there = keys_of(before)
+    more = [leaf for key, leaf in keys_of(after).items() if key not in there]
+    if not more:
+        return f"the step leaves its state in another form at every call; traced is call number {MAX_PASSES}"
+    nbytes = format_bytes(sum(leaf.array.nbytes for leaf in more))
+    return (
+        f"the state gains arrays at every call, {nbytes} a step, without end ({listed([leaf.name for leaf in more])}); "
+        f"traced is call number {MAX_PASSES}"
+    )
 
 
 def _refuse_custom_kernels(graph: Graph) -> None:

@@ -24,6 +24,7 @@ from oomguard.trace.result import Holder, Moment, Span, Timeline, TraceResult
 from oomguard.trace.startup import SYNCHRONIZER_DISPATCHES, dispatches_to_evaluate
 from oomguard.trace.steps import ALONE, Steps, Surroundings, graph_peak, settling_steps, within_update
 from oomguard.trace.tags import RECOMPUTING
+from oomguard.trace.waiting import unevaluated_warnings
 
 STEADY_STEPS = 3
 """Steps simulated after the first. Where the device's tasks end differs from one to the next."""
@@ -163,19 +164,19 @@ def simulate(
 
 
 def _program_of(captured: Capture, compiled: bool, device: Device, rewrite: Rewrite | None) -> Program:
-    """The captured step as a program, behind the calls that create its state."""
+    graphs = [built_for(device, call) for call in captured.calls]
+    if rewrite is not None:
+        graphs = [rewrite(graph) for graph in graphs]
+    return chained(graphs, captured.links, compiled=compiled, device=device)
+
+
+def chained(
+    graphs: Sequence[Graph], links: Sequence[dict[int, int]], *, compiled: bool, device: Device
+) -> Program:
+    """The last graph as a program, behind those of the calls that create its state (``Capture.calls``, ``links``)."""
     program: Program | None = None
-    before: Capture | None = None
-    for call in (*captured.earlier, captured):
-        graph = built_for(device, call)
-        graph = graph if rewrite is None else rewrite(graph)
-        links = (
-            {}
-            if before is None
-            else {i: before.state[key] for key, i in call.state.items() if key in before.state}
-        )
-        program = prepare(graph, compiled=compiled, device=device, earlier=program, links=links)
-        before = call
+    for graph, link in zip(graphs, links, strict=True):
+        program = prepare(graph, compiled=compiled, device=device, earlier=program, links=link)
     assert program is not None
     return program
 
@@ -206,6 +207,7 @@ def _simulated(
     graph, primitives = calls[which].evaluated(number)
     recorder = calls[which].record(number, run.peak_index)
     largest_buffer = max(call.largest_buffer for call in calls)
+    waiting = [warning for call in calls for warning in unevaluated_warnings(call, peak)]
     for call in calls:
         call.memory.limit = 0
     sequenced = median_low([max(call.step().peak_bytes for call in calls) for _ in steady])
@@ -231,7 +233,7 @@ def _simulated(
         compiled=compiled,
         order=order if order is not None and order.worth_saying else None,
         unknown=program.unknown,
-        warnings=[*dict.fromkeys(warnings), *_unknown_warnings(program)],
+        warnings=list(dict.fromkeys([*warnings, *waiting, *_unknown_warnings(program)])),
     )
 
 

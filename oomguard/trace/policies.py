@@ -18,12 +18,12 @@ from oomguard.errors import TraceError
 from oomguard.trace.backends import Machine, simulated
 from oomguard.trace.capture import Capture
 from oomguard.trace.collector import collector_paused
-from oomguard.trace.engine import built_for, capture_built, capture_for, prepare, surroundings_of
+from oomguard.trace.engine import built_for, capture_built, capture_for, chained, surroundings_of
 from oomguard.trace.graph import Graph, Node
 from oomguard.trace.lower import ATTENTION
 from oomguard.trace.memory import CPU, Device, Program
 from oomguard.trace.remat import ATTENTION_KINDS, VIEWS, apply_policy, block_calls, saved_ratio
-from oomguard.trace.steps import ALONE, Surroundings, step_peaks, within_update
+from oomguard.trace.steps import ALONE, Surroundings, settling_steps, step_peaks, within_update
 from oomguard.trace.tags import RECOMPUTING
 
 MARKED = frozenset(("block", "attention", ATTENTION))
@@ -120,7 +120,9 @@ class Policies:
         self.surroundings = surroundings
         self.calls = calls
         with collector_paused():
-            self._graphs: list[Graph] = [built_for(device, captured) for captured in captures]
+            self._chains = [[built_for(device, call) for call in captured.calls] for captured in captures]
+            self._links = [captured.links for captured in captures]
+            self._graphs: list[Graph] = [chain[-1] for chain in self._chains]
             self._ratio = saved_ratio(self._graphs[0])
         self.n_blocks = len(block_calls(self._graphs[0]))
         self.attends = any(region.kind in ATTENTION_KINDS for region in regions)
@@ -314,14 +316,22 @@ class Policies:
 
     @collector_paused()
     def _simulate(self, policy: CheckpointPolicy, segments: tuple[Segment, ...]) -> Price:
-        peaks = [0] * STEPS
         costs = [0.0] * self.n_blocks
         forward = 0.0
-        rewritten = [apply_policy(graph, policy, block_to_boundary=self._ratio) for graph in self._graphs]
-        programs = [prepare(graph, compiled=self.compiled, device=self.device) for graph in rewritten]
+        programs = [
+            chained(
+                [apply_policy(graph, policy, block_to_boundary=self._ratio) for graph in chain],
+                links,
+                compiled=self.compiled,
+                device=self.device,
+            )
+            for chain, links in zip(self._chains, self._links, strict=True)
+        ]
+        count = max(STEPS, *(1 + settling_steps(program) for program in programs))
+        peaks = [0] * count
         around = within_update(programs, self.calls, self.surroundings)
         for program, surroundings in zip(programs, around, strict=True):
-            found = step_peaks(program, STEPS, memory_limit=self.memory_limit, surroundings=surroundings)
+            found = step_peaks(program, count, memory_limit=self.memory_limit, surroundings=surroundings)
             peaks = [max(pair) for pair in zip(peaks, found, strict=True)]
             again, once = _costs(program, self.n_blocks)
             costs = [sum(pair) for pair in zip(costs, again, strict=True)]

@@ -71,6 +71,17 @@ class Unrolled(Program):
             self.evaluated_at.update(dict.fromkeys(node.outputs, number))
         self.instances.append(instance)
 
+    def unevaluated(self) -> tuple[list[Array], list[Array]]:
+        """The state that the first call of many leaves unevaluated: what a later one evaluates, and what none does."""
+        number = len(self.calls) - 1
+        arrays, graph = self.instances[number].arrays, self.last.graph
+        later: list[Array] = []
+        never: list[Array] = []
+        for before, after in graph.carries.items():
+            if graph.arrays[after].producer is not None and self.evaluated_at.get(arrays[after]) != number:
+                (later if arrays[after] in self.evaluated_at else never).append(graph.arrays[before])
+        return later, never
+
     def _add_inputs(self, instance: Instance) -> None:
         """The state is what the call before left, what is held all the time is there already, the rest is new."""
         program, before = instance.program, self.instances[-1] if self.instances else None
