@@ -22,7 +22,7 @@ from oomguard.trace.rawgraph import dtype_name
 from oomguard.trace.remat import recompute_regions
 from oomguard.trace.result import Holder, Moment, Span, Timeline, TraceResult
 from oomguard.trace.startup import SYNCHRONIZER_DISPATCHES, dispatches_to_evaluate
-from oomguard.trace.steps import ALONE, Steps, Surroundings, graph_peak, settling_steps, within_update
+from oomguard.trace.steps import ALONE, Steps, Surroundings, graph_peak, within_update
 from oomguard.trace.tags import RECOMPUTING
 from oomguard.trace.waiting import unevaluated_warnings
 
@@ -194,7 +194,7 @@ def _simulated(
         Steps(program, memory_limit, None, surroundings)
         for program, surroundings in zip(programs, around, strict=True)
     ]
-    settling = max(max(settling_steps(program), 1) for program in programs) if steady_steps else 0
+    settling = max(1, *(call.settling for call in calls)) if steady_steps else 0
     updates = [[call.step() for call in calls] for _ in range(settling + steady_steps or 1)]
     highest = [max(runs, key=lambda run: run.peak_bytes) for runs in updates]
     steady = highest[settling:]

@@ -20,7 +20,7 @@ from oomguard.trace.collector import collector_paused
 from oomguard.trace.graph import Graph
 from oomguard.trace.memory import Program
 from oomguard.trace.result import OrderPeak
-from oomguard.trace.steps import ALONE, Surroundings, graph_peak, settling_steps, step_peaks
+from oomguard.trace.steps import ALONE, Surroundings, graph_peak, step_peaks
 
 STEPS = 2
 WORTH_TRYING = 0.01  # of the peak: what the graph alone must save before the device is simulated
@@ -75,8 +75,7 @@ def best_order(
     least = (1 - WORTH_TRYING) * graph_peak_bytes
 
     def steady_peak(ordered: Program) -> int:
-        count = max(STEPS, 1 + settling_steps(ordered))
-        return step_peaks(ordered, count, memory_limit=memory_limit, surroundings=surroundings)[-1]
+        return step_peaks(ordered, STEPS, memory_limit=memory_limit, surroundings=surroundings)[-1]
 
     peaks = {name: steady_peak(other) for name, other in _reordered(program) if graph_peak(other) < least}
     if not peaks:

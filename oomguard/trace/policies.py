@@ -23,7 +23,7 @@ from oomguard.trace.graph import Graph, Node
 from oomguard.trace.lower import ATTENTION
 from oomguard.trace.memory import CPU, Device, Program
 from oomguard.trace.remat import ATTENTION_KINDS, VIEWS, apply_policy, block_calls, saved_ratio
-from oomguard.trace.steps import ALONE, Surroundings, settling_steps, step_peaks, within_update
+from oomguard.trace.steps import ALONE, Surroundings, step_peaks, within_update
 from oomguard.trace.tags import RECOMPUTING
 
 MARKED = frozenset(("block", "attention", ATTENTION))
@@ -327,16 +327,15 @@ class Policies:
             )
             for chain, links in zip(self._chains, self._links, strict=True)
         ]
-        count = max(STEPS, *(1 + settling_steps(program) for program in programs))
-        peaks = [0] * count
+        first = steady = 0
         around = within_update(programs, self.calls, self.surroundings)
         for program, surroundings in zip(programs, around, strict=True):
-            found = step_peaks(program, count, memory_limit=self.memory_limit, surroundings=surroundings)
-            peaks = [max(pair) for pair in zip(peaks, found, strict=True)]
+            found = step_peaks(program, STEPS, memory_limit=self.memory_limit, surroundings=surroundings)
+            first, steady = max(first, found[0]), max(steady, found[-1])
             again, once = _costs(program, self.n_blocks)
             costs = [sum(pair) for pair in zip(costs, again, strict=True)]
             forward += once
-        return Price(policy, segments, peaks[-1], peaks[0], tuple(costs), forward)
+        return Price(policy, segments, steady, first, tuple(costs), forward)
 
 
 def _costs(program: Program, n_blocks: int) -> tuple[list[float], float]:

@@ -25,9 +25,6 @@ class Surroundings:
 
 ALONE = Surroundings()
 
-STEPS_TO_WAIT = 2
-"""Steps until as much work comes from the steps before as goes to those after."""
-
 
 class Steps:
     """Steps simulated one after the other, each finding what the one before left.
@@ -47,6 +44,11 @@ class Steps:
         self.unrolled = Unrolled(program) if any(call.waits for call in self._chain) else None
         self._simulation = UnrolledSimulation(self.unrolled, self.memory) if self.unrolled else None
         self.waiting: list[int] = []
+
+    @property
+    def settling(self) -> int:
+        """Steps that are not like those after them: they create state, or find nothing left to evaluate yet."""
+        return self.unrolled.settling if self.unrolled is not None else len(self._chain) - 1
 
     def step(self) -> Run:
         memory = self.memory
@@ -134,21 +136,18 @@ def step_peaks(
     memory_limit: int | None = None,
     surroundings: Surroundings = ALONE,
 ) -> list[int]:
-    """The peaks of the first steps of a process, in bytes: what ``simulate`` finds, and nothing else of it."""
+    """The peaks of the first steps of a process, in bytes: what ``simulate`` finds, and nothing else of it.
+
+    At least ``count``, and as many as it takes for the last to be like all that follow.
+    """
     steps = Steps(program, memory_limit, None, surroundings)
-    return [steps.step().peak_bytes for _ in range(count)]
+    return [steps.step().peak_bytes for _ in range(max(count, 1 + steps.settling))]
 
 
 def graph_peak(program: Program) -> int:
     """The peak of a step with nothing in flight, in bytes: what the order of evaluation alone needs."""
     steps = Steps(program, None, ImmediateQueue(), ALONE)
-    return [steps.step() for _ in range(1 + settling_steps(program))][-1].peak_bytes
-
-
-def settling_steps(program: Program) -> int:
-    """Steps of a process that are not like those after them: they create state, or have none to evaluate yet."""
-    waits = any(call.waits for call in program.chain)
-    return len(program.chain) - 1 + (STEPS_TO_WAIT if waits else 0)
+    return [steps.step() for _ in range(1 + steps.settling)][-1].peak_bytes
 
 
 def within_update(programs: Sequence[Program], calls: int, around: Surroundings) -> list[Surroundings]:

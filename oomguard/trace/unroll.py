@@ -8,12 +8,16 @@ evaluation runs what is needed of all of them and has not run before.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 from oomguard.trace.graph import Array, Graph, Node
 from oomguard.trace.layout import Layout
 from oomguard.trace.memory import Memory, Program, Run, Simulation, Step, Watcher
 from oomguard.trace.schedule import schedule
+
+MOST_LATE = 16
+"""Calls after which nothing that is ever evaluated is taken to come later still."""
 
 
 @dataclass
@@ -47,6 +51,20 @@ class Unrolled(Program):
         self.evaluations: list[list[Step]] = []
         self.instances: list[Instance] = []
         self.evaluated_at: dict[int, int] = {}
+        self._origin: dict[int, tuple[int, int]] = {}
+        self._patterns: list[set[tuple[int, int]]] = []
+
+    @functools.cached_property
+    def settling(self) -> int:
+        """Calls before the first that evaluates the same as the next, of itself and of the calls before it."""
+        number = len(self.calls) - 1
+        while number < len(self.calls) + MOST_LATE:
+            while len(self.instances) < number + 2:
+                self.extend()
+            if self._patterns[number] == self._patterns[number + 1]:
+                break
+            number += 1
+        return number
 
     def extend(self) -> None:
         """Adds the next call and its evaluation."""
@@ -69,6 +87,8 @@ class Unrolled(Program):
         )
         for node, _ in order:
             self.evaluated_at.update(dict.fromkeys(node.outputs, number))
+        origins = (self._origin[id(node)] for node, _ in order)
+        self._patterns.append({(number - call, position) for call, position in origins})
         self.instances.append(instance)
 
     def unevaluated(self) -> tuple[list[Array], list[Array]]:
@@ -109,6 +129,7 @@ class Unrolled(Program):
                 outputs.append(arrays[o])
             inputs = [arrays[i] for i in node.inputs]
             copied = Node(node.primitive, inputs, outputs, node.arguments, node.phase, node.block, node.scope)
+            self._origin[id(copied)] = (len(self.instances), len(instance.nodes))
             instance.nodes.append(self.graph.append(copied))
 
     def _copy(self, array: Array) -> int:
