@@ -154,7 +154,7 @@ class _Capturing:
             self.warnings.append(
                 "the step calls a function that mx.compile made; all of the step is traced as compiled"
             )
-        objects = self.objects = [o for o in reached if isinstance(o, nn.Module | optim.Optimizer)]
+        objects = self.objects = [o for o in reached if is_a(o, nn.Module, optim.Optimizer)]
         self.finds_state = state is None and not parts
         self.state = list(state) if state is not None else _captured_state(parts, objects)
         self.warnings += check_state(self.state) if state is not None else []
@@ -165,8 +165,8 @@ class _Capturing:
             self.hidden.append(mx.random.state)
         self.elsewhere = Elsewhere(self.step, found, self.state, self.hidden)
         self.modules = _modules([*self.state, *objects])
-        roots = [self.state, self.hidden, self.objects, list(self.modules.values()), found.containers]
-        self.snapshot = Snapshot(*roots, variables=found.variables)
+        roots = [self.state, self.hidden, self.objects, list(self.modules.values())]
+        self.snapshot = Snapshot(*roots, shallow=found.containers, variables=found.variables)
 
     def run(self, first_step: bool) -> Capture:
         self.only_first = first_step
@@ -485,13 +485,13 @@ def _listed(tree: Any) -> list[Any]:
 def _containers(item: Any) -> Iterator[Any]:
     """The objects an item of the state may be known by: itself, and the dictionaries of an optimizer."""
     yield item
-    if isinstance(item, optim.MultiOptimizer):
+    if is_a(item, optim.MultiOptimizer):
         for inner in item.optimizers:
             yield from _containers(inner)
-    elif isinstance(item, optim.Optimizer):
+    elif is_a(item, optim.Optimizer):
         yield item.state
-    elif isinstance(item, dict) and not isinstance(item, nn.Module) and "states" in item:
-        yield from item["states"]
+    elif is_a(item, dict) and not is_a(item, nn.Module) and dict.__contains__(item, "states"):
+        yield from dict.__getitem__(item, "states")
 
 
 def _modules(items: list[Any]) -> dict[str, nn.Module]:
@@ -499,7 +499,7 @@ def _modules(items: list[Any]) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
     for item in items:
-        if isinstance(item, nn.Module):
+        if is_a(item, nn.Module):
             for path, module in sorted(item.named_modules(), key=lambda pair: pair[0].count(".")):
                 if id(module) not in seen:
                     seen.add(id(module))

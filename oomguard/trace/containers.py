@@ -29,6 +29,7 @@ from oomguard.trace.places import (
     is_container,
     is_plain_object,
     methods_of,
+    namespaces,
     slots,
 )
 
@@ -154,7 +155,9 @@ def state_root(item: Any) -> Any:
 def _kind_of(item: Any) -> Kind:
     if is_a(item, nn.Module):
         return "parameter"
-    if is_a(item, optim.Optimizer) or (is_a(item, dict) and ("states" in item or "step" in item)):
+    if is_a(item, optim.Optimizer) or (
+        is_a(item, dict) and any(dict.__contains__(item, name) for name in ("states", "step"))
+    ):
         return "optimizer"
     if is_plain_object(item) and any(
         class_attribute(item, name) is not MISSING for name in ("update", "apply_gradients", "step")
@@ -214,53 +217,66 @@ def fill(found: list[Leaf], arrays: list[mx.array]) -> None:
 
 
 class Snapshot:
-    """Remembers every container reachable from some objects, and gives each its contents back."""
+    """Remembers containers and objects, and gives each that has changed its contents back."""
 
-    def __init__(self, *roots: Any, variables: Iterable[Place] = ()):
+    def __init__(self, *roots: Any, shallow: Iterable[Any] = (), variables: Iterable[Place] = ()):
         """Args:
-        roots: containers, objects, modules, optimizers.
+        roots: containers, objects, modules, optimizers: they and all that hangs in them.
+        shallow: containers and objects, without what hangs in them.
         variables: single places to be given back what hangs in them now.
         """
-        self._contents: list[tuple[Any, Any]] = []
-        self._slots: list[tuple[Place, Any]] = []
-        self._variables = [(variable, variable.get()) for variable in variables]
-        self._seen: dict[int, Any] = {}
-        for root in roots:
-            self._visit(root)
+        self._contents: list[tuple[Any, list[Any]]] = []
+        self._places = [(variable, variable.get()) for variable in variables]
         self._random_key = random_keys()[0]
+        # Dictionaries of modules are never emptied, not for a moment: others look things up in them.
+        self._seen: dict[int, Any] = {id(namespace): namespace for namespace in namespaces()}
+        for root in roots:
+            stack = [root]
+            while stack:
+                stack += self._keep(stack.pop())
+        for root in shallow:
+            self._keep(root)
 
-    def _visit(self, value: Any) -> None:
+    def _keep(self, value: Any) -> list[Any]:
+        """Remembers one container or object; returns what hangs in it."""
         if not (is_container(value) or is_a(value, optim.Optimizer)) or id(value) in self._seen:
-            return
+            return []
         self._seen[id(value)] = value
         children: list[Any] = []
-        if is_a(value, dict):
-            children += dict.values(value)
-            self._contents.append((value, [*dict.items(value)]))
-        elif is_a(value, list, tuple, deque):
-            children += methods_of(value).__iter__(value)
+        if is_a(value, dict, list, tuple, deque):
+            contents = _contents(value)
+            children += [inner for _, inner in contents] if is_a(value, dict) else contents
             if not is_a(value, tuple):
-                self._contents.append((value, children[:]))
+                self._contents.append((value, contents))
         if is_plain_object(value) or is_a(value, nn.Module, optim.Optimizer):
-            children.append(attributes(value))
-            for _, slot in slots(value):
-                self._slots.append((slot, slot.get()))
-                children.append(slot.get())
-        for child in children:
-            self._visit(child)
+            children += self._keep(attributes(value))
+            self._places += [(slot, slot.get()) for _, slot in slots(value)]
+            children += [slot.get() for _, slot in slots(value)]
+        return children
 
     def restore(self) -> None:
         """Puts back the contents of every container, in their order, and the attributes of every object."""
         random_keys()[0] = self._random_key
         for container, contents in self._contents:
-            methods = methods_of(container)
-            methods.clear(container)
-            if is_a(container, dict):
-                methods.update(container, contents)
-            else:
-                methods.extend(container, contents)
-        for place, value in (*self._slots, *self._variables):
-            if value is not MISSING and place.get() is not value:
-                place.set(value)
-            elif value is MISSING:
+            if not _same(_contents(container), contents):
+                methods = methods_of(container)
+                methods.clear(container)
+                (methods.update if is_a(container, dict) else methods.extend)(container, contents)
+        for place, value in self._places:
+            if value is MISSING:
                 place.remove()
+            elif place.get() is not value:
+                place.set(value)
+
+
+def _contents(container: Any) -> list[Any]:
+    methods = methods_of(container)
+    return [*(methods.items(container) if is_a(container, dict) else methods.__iter__(container))]
+
+
+def _same(now: list[Any], before: list[Any]) -> bool:
+    """Whether two lists hold the same objects; pairs of them are looked into. Nothing is asked if it is equal."""
+    return len(now) == len(before) and all(
+        a is b or (type(a) is type(b) is tuple and len(a) == len(b) == 2 and a[0] is b[0] and a[1] is b[1])
+        for a, b in zip(now, before, strict=True)
+    )

@@ -20,9 +20,10 @@ MISSING: Any = object()
 """What hangs in a place that is not there any more."""
 
 _CLASS_DICT = type.__dict__["__dict__"]
+_CLASS_FLAGS = type.__dict__["__flags__"]
 _CLASS_MRO = type.__dict__["__mro__"]
 _HEAP_TYPE = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE: a class made by a class statement
-_HASHED_BY_PYTHON = (str, int, float, bytes, type(None))
+_HASHED_BY_PYTHON: tuple[type, ...] = (str, int, float, bytes, type(None))
 _RECORDS = (types.SimpleNamespace, argparse.Namespace)
 """Classes of the standard library that are there to be filled by others."""
 
@@ -180,7 +181,7 @@ def entries(value: Any, place: Place | None = None) -> list[tuple[str, Place | N
     """
     if is_a(value, dict):
         return [
-            (_label(key, n), Entry(value, key) if type(key) in _HASHED_BY_PYTHON else None, inner)
+            (_label(key, n), Entry(value, key) if _is_builtin(key) else None, inner)
             for n, (key, inner) in enumerate([*dict.items(value)])
         ]
     if is_a(value, list, deque):
@@ -201,7 +202,12 @@ def entries(value: Any, place: Place | None = None) -> list[tuple[str, Place | N
 
 
 def _label(key: Any, number: int) -> str:
-    return str(key) if type(key) in _HASHED_BY_PYTHON else f"[{number}]"
+    return str(key) if _is_builtin(key) else f"[{number}]"
+
+
+def _is_builtin(key: Any) -> bool:
+    """Whether looking the key up runs nobody's ``__hash__`` or ``__eq__``."""
+    return any(type(key) is kind for kind in _HASHED_BY_PYTHON)
 
 
 def is_container(value: Any) -> bool:
@@ -212,9 +218,9 @@ def is_container(value: Any) -> bool:
 def is_plain_object(value: Any) -> bool:
     """Whether it is an instance of a class somebody wrote to keep things in: not the standard library's, not MLX's."""
     kind = type(value)
-    if kind in _RECORDS:
+    if any(kind is record for record in _RECORDS):
         return True
-    if not kind.__flags__ & _HEAP_TYPE or issubclass(
+    if not _CLASS_FLAGS.__get__(kind) & _HEAP_TYPE or issubclass(
         kind, (type, types.ModuleType, dict, list, tuple, deque)
     ):
         return False
@@ -241,6 +247,12 @@ def slots(value: Any) -> Iterator[tuple[str, Slot]]:
             for name, member in inside.items():
                 if type(member) is types.MemberDescriptorType:
                     yield name, Slot(value, member)
+
+
+def namespaces() -> list[dict[str, Any]]:
+    """The dictionaries of all modules, and that of the modules themselves: no containers of anybody's state."""
+    modules = [module for module in list(sys.modules.values()) if is_a(module, types.ModuleType)]
+    return [sys.modules, *(attributes(module) for module in modules)]
 
 
 def class_attribute(value: Any, name: str) -> Any:

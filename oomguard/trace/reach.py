@@ -13,10 +13,22 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 
-from oomguard.trace.places import Cell, Entry, Place, attributes, class_attribute, entries, is_a, is_container
+from oomguard.trace.places import (
+    Cell,
+    Entry,
+    Place,
+    attributes,
+    class_attribute,
+    entries,
+    is_a,
+    is_container,
+)
 
 DEPTH = 4
 """Containers and functions looked into, one inside the other; ``nn.value_and_grad`` alone wraps one in two."""
+
+TRANSFORMED = type(mx.grad(lambda x: x))
+"""What ``mx.grad``, ``mx.value_and_grad``, ``mx.compile``, ``mx.vmap`` and ``mx.checkpoint`` give: one type for all."""
 
 WIDTH = 4096
 """Entries of a container looked at: more than any state has, and not all of a data set."""
@@ -94,7 +106,7 @@ class _Walk:
             self.visit(value.__func__, depth, path, None)
         elif is_a(value, types.FunctionType):
             self._function(value, depth)
-        elif type(value).__name__ == "_gc_func":
+        elif type(value) is TRANSFORMED:
             self._transformed(value, depth)
         elif is_container(value):
             self._container(value, depth, path, place)
@@ -152,7 +164,7 @@ def compiled_parts(function: Any) -> tuple[Any, Any, Any] | None:
 
     MLX has no accessor; the garbage collector's view of the object is (type, inputs, outputs, function).
     """
-    if type(function).__name__ != "_gc_func":
+    if type(function) is not TRANSFORMED:
         return None
     parts = gc.get_referents(function)
     if len(parts) != 4 or _holds_numbers(parts[1]) or _holds_numbers(parts[2]):

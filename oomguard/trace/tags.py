@@ -36,6 +36,7 @@ from oomguard.trace.containers import map_leaves
 from oomguard.trace.experts import SORTED_GATHER
 from oomguard.trace.lower import CROSS_ENTROPY
 from oomguard.trace.places import class_attribute, is_a, methods_of
+from oomguard.trace.reach import TRANSFORMED
 
 _FAST = ("cross_entropy", "layer_norm", "rms_norm", "rope", "scaled_dot_product_attention")
 FAST = tuple(name for name in _FAST if hasattr(mx.fast, name))
@@ -309,7 +310,7 @@ def checkpointed_functions() -> list[Any]:
     ``mx.checkpoint``, ``mx.grad`` or ``mx.value_and_grad``; called with nothing, a gradient complains of its own,
     and the others hand the call on.
     """
-    return [o for o in gc.get_objects() if type(o).__name__ == "_gc_func" and _is_checkpoint(o)]
+    return [o for o in gc.get_objects() if type(o) is TRANSFORMED and _is_checkpoint(o)]
 
 
 class _HandedOn(Exception):
