@@ -183,9 +183,8 @@ class _Rewriting:
     def __call__(self, graph: Graph) -> Graph:
         from oomguard.report.words import say_policy
         from oomguard.trace.remat import apply_policy, block_calls
-        from oomguard.trace.tags import RECOMPUTING
 
-        if any(region.kind in RECOMPUTING for region in graph.regions):
+        if graph.recomputes:
             raise InputError(
                 "--compare: the step recomputes already; name one that does not, and compare it with "
                 f"{self.policy}"

@@ -25,21 +25,25 @@ import mlx.optimizers as optim
 from oomguard.errors import TraceError
 from oomguard.trace.compiled import runs_compiled
 from oomguard.trace.containers import (
+    RANDOM_STATE,
     Leaf,
     Snapshot,
-    compiled_parts,
-    discover,
+    StateKey,
+    check_state,
     fill,
+    keys_of,
     leaves,
     map_leaves,
     random_keys,
     state_leaves,
     state_tree,
 )
+from oomguard.trace.elsewhere import Elsewhere, Fixed
 from oomguard.trace.experts import restore_sorted_gathers
 from oomguard.trace.graph import Graph, Kind, Region
 from oomguard.trace.label import label
 from oomguard.trace.lower import LOWERED
+from oomguard.trace.places import is_a, is_plain_object
 from oomguard.trace.rawgraph import (
     Built,
     Drawn,
@@ -52,6 +56,7 @@ from oomguard.trace.rawgraph import (
     marks_from,
     read_dot,
 )
+from oomguard.trace.reach import compiled_parts, reach
 from oomguard.trace.recomputing import PlainArrays, Recomputing, Unlike, lead_along
 from oomguard.trace.tags import (
     EVERY_REGION,
@@ -63,11 +68,13 @@ from oomguard.trace.tags import (
     checkpointed_functions,
     transformed_functions,
 )
+from oomguard.trace.waiting import listed
+from oomguard.units import format_bytes
 
 Evaluate = Callable[[Any, list[Any]], Any]
 """(what the step returned, the state) to a tree: what the caller hands to ``mx.eval``, in that order."""
 
-MAX_PASSES = 3
+MAX_PASSES = 4
 
 
 @dataclass
@@ -79,14 +86,27 @@ class Capture:
             the step's marks delimit is in ``graph.regions``.
         compiled: whether the step is one ``mx.compile`` function.
         warnings: what could make a number from this graph wrong.
-        recomputing: where the step calls ``mx.checkpoint`` or ``mx.custom_function``, and could be drawn with them,
-            the graph with its recomputes in it. ``graph`` has them as plain code, and as regions.
+        state: for each array of the state its input of the graph, that of one the step creates included.
+        earlier: the first calls, where they create the state or leave it in another form than they found it.
     """
 
     graph: Graph
     compiled: bool
     warnings: list[str] = field(default_factory=list)
-    recomputing: Graph | None = None
+    state: dict[StateKey, int] = field(default_factory=dict)
+    earlier: list[Capture] = field(default_factory=list)
+
+    @property
+    def calls(self) -> list[Capture]:
+        """The first calls of a process, and last the one that all others are like."""
+        return [*self.earlier, self]
+
+    @property
+    def links(self) -> list[dict[int, int]]:
+        """For each of ``calls`` which inputs of its graph and of the one before are the same array of the state."""
+        pairs = zip(self.calls, self.calls[1:], strict=False)
+        same = [{i: a.state[key] for key, i in b.state.items() if key in a.state} for a, b in pairs]
+        return [{}, *same]
 
 
 def returned_then_state(returned: Any, state: list[Any]) -> Any:
@@ -114,8 +134,9 @@ def capture(
         arguments: what to call it with, arrays in any nesting of lists, tuples and dictionaries. Only shapes and
             dtypes are read.
         keywords: keyword arguments.
-        state: modules, optimizers (or their ``.state``), ``mx.random.state``, lists of arrays: what the step
-            changes. Where not given, what ``mx.compile`` captured, else what the step's closure refers to.
+        state: modules, optimizers (or their ``.state``), ``mx.random.state``, dictionaries, lists and objects that
+            hold arrays: what the step changes. Where not given, what ``mx.compile`` captured, else what the step's
+            closure refers to.
         evaluate: what the caller hands to ``mx.eval`` afterwards, in which order.
         consumed: positions of arguments the caller does not hold any more when it evaluates (gradients that are
             handed from call to call).
@@ -155,150 +176,165 @@ class _Capturing:
         self.evaluate, self.consumed = evaluate, consumed
         self.marked: frozenset[str] = frozenset()
         self.recompute: Recompute = "marked"
-        reached = discover(self.step)
-        objects = self.objects = [o for o in reached if isinstance(o, nn.Module | optim.Optimizer)]
+        self.only_first = self.mistaken = False
+        found = reach(self.step)
+        reached = found.objects
+        objects = self.objects = [o for o in reached if is_a(o, nn.Module, optim.Optimizer)]
+        self.finds_state = state is None and not parts
         self.state = list(state) if state is not None else _captured_state(parts, objects)
+        self.warnings += check_state(self.state) if state is not None else []
         self.function_state = _listed(parts[2]) if parts else self.state
         known = {id(tree) for item in self.state for tree in _containers(item)}
         self.hidden: list[Any] = [o for o in objects if not any(id(t) in known for t in _containers(o))]
         if not any(item is mx.random.state for item in self.state):
             self.hidden.append(mx.random.state)
-        self.outside = [o for o in reached if isinstance(o, mx.array)]
+        self.reached = found
+        self.elsewhere = Elsewhere(self.step, found, self.state, self.hidden)
         self.modules = _modules([*self.state, *objects])
+        self.snapshot = self._snapshot()
+
+    def _snapshot(self) -> Snapshot:
+        roots = [self.state, self.hidden, self.objects, list(self.modules.values())]
+        return Snapshot(*roots, shallow=self.reached.containers, variables=self.reached.variables)
 
     def run(self, first_step: bool) -> Capture:
-        snapshot = Snapshot(self.state, self.hidden, self.objects, list(self.modules.values()))
+        self.only_first = first_step
         try:
             try:
-                return self._passes(first_step, [])
+                return self._passes([])
             except TraceError as error:
                 wrapped = checkpointed_functions() if "CustomTransforms" in str(error.__cause__) else []
                 if not wrapped:
                     raise
-                snapshot.restore()
-                return self._passes(first_step, wrapped)
+                self.snapshot.restore()
+                return self._passes(wrapped)
         finally:
-            snapshot.restore()
+            self.snapshot.restore()
 
-    def _passes(self, first_step: bool, wrapped: list[Any]) -> Capture:
-        """Captures, and again while the step leaves its state in another form than it found it."""
-        optimizers = [o for o in (*self.state, *self.objects) if isinstance(o, optim.Optimizer)]
-        if not first_step and any(not getattr(o, "_initialized", True) for o in optimizers):
-            self._look()
-        for _ in range(MAX_PASSES):
-            before = _form(self.leaves())
-            captured = self._capture(wrapped)
-            if first_step or _form(self.leaves()) == before:
+    def _passes(self, wrapped: list[Any]) -> Capture:
+        """Captures, and begins again where an array that was taken to stay turns out to be state."""
+        while True:
+            known = set(self.elsewhere.changing)
+            calls = self._calls(wrapped)
+            if not self.mistaken:
                 break
+            assert self.elsewhere.changing > known
+            self.snapshot.restore()
+        captured = calls.pop()
+        captured.earlier = calls
+        captured.warnings += self._empty_state()
         return captured
+
+    def _calls(self, wrapped: list[Any]) -> list[Capture]:
+        """The step called again and again, until it leaves its state in the form in which it finds it."""
+        calls = []
+        self.mistaken = False
+        for _ in range(MAX_PASSES):
+            before = self.leaves()
+            calls.append(self._capture(wrapped))
+            after = self.leaves()
+            if self.only_first or self.mistaken or _form(after) == _form(before):
+                return calls
+        calls[-1].warnings.append(_growth(before, after))
+        return calls[-1:]
 
     def leaves(self) -> list[Leaf]:
         """Every array of the state, with its name, as it is now."""
-        return state_leaves([*self.state, *self.hidden])
+        own = [item for item in (*self.state, *self.hidden) if not self.elsewhere.lists_only(item)]
+        hanging = state_leaves(own)
+        return hanging + self.elsewhere.leaves(hanging)
 
-    def _look(self) -> None:
-        """Runs the step on placeholders only for what it leaves in the state."""
-
-        def traced(*tracers: mx.array) -> list[mx.array]:
-            self._call(found, tracers)
-            raise _SeenEnough
-
-        found = self.leaves()
-        try:
-            self._export(lambda _: None, traced, found)
-        except _SeenEnough:
-            return
+    def _empty_state(self) -> list[str]:
+        """Warnings for objects of the user's that hold no array, not even after the step."""
+        return [
+            f"state[{number}], a {type(item).__name__}, holds no array: nothing is counted for it"
+            for number, item in enumerate(self.state)
+            if is_plain_object(item) and not is_a(item, optim.Optimizer) and not state_leaves([item])
+        ]
 
     def _capture(self, wrapped: list[Any]) -> Capture:
         """Draws and exports the step; where it recomputes by itself, draws it once more as it is."""
         found = self.leaves()
+        fixed = self.elsewhere.fixed(found)
+        before = self._snapshot()
         exported = Exported()
-        plain = self._draw(found, wrapped, self.recompute, exported)
+        plain = self._draw(found, fixed, wrapped, self.recompute, exported)
+        replaced = plain.replaced()
+        self.elsewhere.changing |= replaced
+        self.mistaken = bool(replaced)
         ends = [*plain.roots, *plain.recomputed()]
         match = lead(plain.drawn, exported, dict(zip(ends, exported.outputs, strict=True)))
-        graph, numbers, batch = self._start(found, exported)
+        graph, numbers, batch = self._start(plain, exported)
         built = build(plain.drawn, ExportedArrays(exported, match), plain.given(numbers), graph)
         _refuse_custom_kernels(graph)
-        recomputing = (
-            self._recomputing(found, wrapped, exported, plain, built) if plain.tags.recomputed else None
-        )
-        self._finish(plain, built, numbers, batch)
+        recomputing: Recomputing | None = None
+        warnings = self.warnings + _own_vjps(plain.tags)
+        if plain.tags.recomputed:
+            before.restore()
+            real = self._draw(found, fixed, wrapped, "real")
+            try:
+                recomputing = self._recomputing(real, plain, exported, built)
+            except Unlike as unlike:
+                if not plain.tags.own_vjps:
+                    warnings.append(
+                        f"the step's recomputes are counted by rule, not as MLX draws them ({unlike})"
+                    )
+        state = self._finish(plain, built, numbers, batch)
         watched = plain.numbered(built)
         label(graph, plain.tags.calls, watched, [built.ids[name] for name in plain.role("returned")])
         if recomputing is None:
-            return Capture(graph, self.compiled, self.warnings + _own_vjps(plain.tags))
+            return Capture(graph, self.compiled, warnings, state)
         recomputing.label()
-        return Capture(graph, self.compiled, self.warnings, recomputing.graph)
+        return Capture(recomputing.graph, self.compiled, list(self.warnings), recomputing.state)
 
-    def _recomputing(
-        self, found: list[Leaf], wrapped: list[Any], exported: Exported, plain: _Drawing, built: Built
-    ) -> Recomputing | None:
-        """The step as it is, described by what it is when run plainly; None where the two part."""
-        real = self._draw(found, wrapped, "real")
-        graph, numbers, batch = self._start(found, exported)
+    def _recomputing(self, real: _Drawing, plain: _Drawing, exported: Exported, built: Built) -> Recomputing:
+        """The step as it is, described by what it is when run plainly.
+
+        Raises:
+            Unlike: the two part.
+        """
+        graph, numbers, batch = self._start(real, exported)
         given = real.given(numbers)
-        try:
-            ends = _pairs(real, plain)
-            keys = self._keys(found, plain, built)
-            match = lead_along(
-                real.drawn,
-                built.graph,
-                given,
-                [(a, built.ids[b]) for a, b in ends if b in built.needed],
-                keys,
-            )
-        except Unlike as unlike:
-            if not plain.tags.own_vjps:
-                self.warnings.append(
-                    f"the step's recomputes are counted by rule, not as MLX draws them ({unlike})"
-                )
-            return None
+        ends = [(a, built.ids[b]) for a, b in _pairs(real, plain) if b in built.needed]
+        match = lead_along(real.drawn, built.graph, given, ends, _next_key(plain, built))
         again = build(real.drawn, PlainArrays(built.graph, match), given, graph)
         recomputing = Recomputing(again, built.graph, match)
-        self._finish(real, again, numbers, batch)
+        recomputing.state = self._finish(real, again, numbers, batch)
         graph.regions = [region for region in graph.regions if region.kind not in RECOMPUTING]
         watched = real.numbered(again)
         forward = [site for call in real.tags.calls if not call.again for site in call.leaving]
         recomputing.forward = [watched[site.watched] for site in forward if site.watched in watched]
         return recomputing
 
-    def _keys(self, found: list[Leaf], plain: _Drawing, built: Built) -> dict[int, int]:
-        """For the random key that the plain step begins with, the one it draws next; see ``lead_along``."""
-        place = next((k for k, leaf in enumerate(found) if leaf.container is random_keys()), None)
-        carried = plain.role("carried")
-        if place is None or not carried:
-            return {}
-        begins = built.ids[plain.drawn.sources[place]]
-        form = built.graph.arrays[begins].shape
-        key = built.ids[carried[place]]
-        chain = [key]
-        while (node := built.graph.arrays[key].producer) is not None:
-            key = node.inputs[0]
-            if built.graph.arrays[key].shape == form:
-                chain.append(key)
-        return {begins: chain[-2]} if chain[-1] == begins and len(chain) > 1 else {}
-
     def _draw(
-        self, found: list[Leaf], wrapped: list[Any], recompute: Recompute, exported: Exported | None = None
+        self,
+        found: list[Leaf],
+        fixed: list[Fixed],
+        wrapped: list[Any],
+        recompute: Recompute,
+        exported: Exported | None = None,
     ) -> _Drawing:
         """Calls the step on placeholders and draws what it builds.
 
         Args:
-            found: the state's arrays.
+            found, fixed: the state's arrays, and those that are taken to stay.
             wrapped: functions that ``mx.checkpoint`` made before.
             recompute: what recomputing calls are taken for.
             exported: takes the export of the step; what recomputes can only be drawn.
         """
         tags = Tags(*_paths(self.modules), self.marked, recompute=recompute)
         drawing, left = io.StringIO(), _Left()
-        transformed = None if self.compiled else transformed_functions()
+        transformed = None if self.compiled else transformed_functions(besides=wrapped)
 
         def traced(*tracers: mx.array) -> list[mx.array]:
+            for each in fixed:
+                each.hang()
             with tags.installed(_called_classes(self.modules), wrapped, transformed):
                 returned = self._call(found, tracers)
-            left.read(self, returned, found)
+            left.read(self, returned, fixed)
             ends = [mx.stop_gradient(array) for array in left.roots]
-            looked_for = [mx.stop_gradient(array) for array in (*self.outside, *tags.watched)]
+            outside = [each.array for each in fixed] + [array for _, _, array in left.elsewhere]
+            looked_for = [mx.stop_gradient(array) for array in (*outside, *tags.watched)]
             # Drawn in this order, so that each is found again by its place.
             mx.export_to_dot(drawing, *tracers, *tags.constants, *tags.places, *ends, *looked_for)
             if exported is None:
@@ -307,28 +343,28 @@ class _Capturing:
             return [*left.roots, *recomputed]
 
         with suppress(_SeenEnough):
-            self._export(exported or (lambda _: None), traced, found)
+            self._export(exported or (lambda _: None), traced, found, fixed)
         # What is never evaluated hangs together in cycles that run through MLX, where no collector sees them.
         tags.release()
-        left.release()
-        return _Drawing(
-            read_dot(drawing.getvalue()),
-            tags,
-            left,
-            len(found) + len(list(leaves(self.arguments))),
-            len(self.outside),
-        )
+        n_inputs = len(found) + len(list(leaves(self.arguments)))
+        return _Drawing(read_dot(drawing.getvalue()), tags, left, found, fixed, n_inputs)
 
-    def _export(self, callback: Any, function: Any, found: list[Leaf]) -> None:
-        arrays = [leaf.array for leaf in found if leaf.container is not random_keys()]
+    def _export(self, callback: Any, function: Any, found: list[Leaf], fixed: list[Fixed]) -> None:
+        arrays = [leaf.array for leaf in found if leaf.array is not random_keys()[0]]
         given = list(leaves(self.arguments))
         if not arrays and not given:
             raise TraceError(
                 "the step takes no arrays and has no state; call it with its batch, and name what it updates "
                 "with state=[model, optimizer]"
             )
+        # An example that the step also reads elsewhere would be an input it captured; another array does as well.
+        twins = {each.twin for each in fixed}
+        examples = [
+            mx.zeros(leaf.array.shape, leaf.array.dtype) if key in twins else leaf.array
+            for key, leaf in keys_of(found).items()
+        ]
         try:
-            mx.export_function(callback, function, *[leaf.array for leaf in found], *given)
+            mx.export_function(callback, function, *examples, *given)
         except (_SeenEnough, TraceError):
             raise
         except Exception as error:
@@ -347,9 +383,16 @@ class _Capturing:
         split = len(values) - len(self.keywords)
         return self.step(*values[:split], **dict(zip(self.keywords, values[split:], strict=True)))
 
-    def _finish(self, drawing: _Drawing, built: Built, numbers: list[int], batch: list[int]) -> None:
-        """Says of a graph what is evaluated, held and carried, and which regions it has."""
+    def _finish(
+        self, drawing: _Drawing, built: Built, numbers: list[int], batch: list[int]
+    ) -> dict[StateKey, int]:
+        """Says of a graph what is evaluated, held and carried, and which regions it has.
+
+        Returns:
+            For each array of the state its input of the graph.
+        """
         graph, left = built.graph, drawing.left
+        graph.recomputes = bool(drawing.tags.recomputed)
         roots = [built.ids[name] for name in drawing.roots]
         evaluation = graph.evaluate([roots[r] for r in left.evaluated], held=[roots[r] for r in left.held])
         evaluation.held.update(batch)
@@ -358,27 +401,39 @@ class _Capturing:
         regions = _regions(drawing.tags.calls, watched, built.cotangents)
         graph.regions = [r for r in regions if r.kind != "compile" or _runs_compiled(graph, r, watched)]
         graph.function_outputs = [roots[r] for r in left.function]
-        graph.carries = {numbers[k]: roots[r] for k, r in enumerate(left.carried)}
+        state = dict(zip(keys_of(drawing.found), numbers, strict=False))
+        for key, leaf in keys_of(left.leaves).items():
+            if key not in state and not self.only_first:  # the step makes it, and the next call reads it
+                shape, dtype = tuple(leaf.array.shape), dtype_name(leaf.array.dtype)
+                state[key] = graph.array(shape, dtype, leaf.kind, name=leaf.name)
+        graph.carries = {state[key]: roots[r] for key, r in left.state.items() if key in state}
         graph.remove_dead()
         restore_sorted_gathers(graph)
+        return state
 
-    def _start(self, found: list[Leaf], exported: Exported) -> tuple[Graph, list[int], list[int]]:
+    def _start(self, drawing: _Drawing, exported: Exported) -> tuple[Graph, list[int], list[int]]:
         """A graph with the step's inputs, in the order they are drawn in, and those the caller holds throughout."""
         graph = Graph()
         described = iter(exported.inputs)
         numbers: list[int] = []
         held: list[int] = []
-        for leaf in found:
+        for leaf in drawing.found:
             shape, dtype = exported.shapes[next(described)]
             numbers.append(graph.array(shape, dtype, leaf.kind, name=leaf.name))
+        state = dict(zip(keys_of(drawing.found), numbers, strict=True))
+        kept = drawing.kept()
         for position, argument in enumerate(self.arguments):
             kind: Kind = "state" if position in self.consumed else "batch"
             for _ in leaves(argument):
                 shape, dtype = exported.shapes[next(described)]
                 numbers.append(graph.array(shape, dtype, kind, name=self._argument_name(position)))
                 held += [] if position in self.consumed else numbers[-1:]
-        for array in self.outside:
-            numbers.append(graph.array(tuple(array.shape), dtype_name(array.dtype), "state", name="closure"))
+        for each in drawing.fixed:
+            if each.twin in kept:
+                numbers.append(state[each.twin])
+                continue
+            shape, dtype = tuple(each.array.shape), dtype_name(each.array.dtype)
+            numbers.append(graph.array(shape, dtype, "state", name="closure"))
             held.append(numbers[-1])
         return graph, numbers, held
 
@@ -394,23 +449,28 @@ class _Capturing:
 
 
 class _SeenEnough(Exception):
-    """Ends a pass that only looks at what the step does to its state."""
+    """Ends a pass that only draws the step."""
 
 
 @dataclass
 class _Left:
-    """What a step returned and left in its state: ``roots``, until they are released, and who wants which of them."""
+    """What a step returned and left in its state: ``roots``, and who wants which of them."""
 
     roots: list[mx.array] = field(default_factory=list)
     returned: list[int] = field(default_factory=list)
     evaluated: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
     function: list[int] = field(default_factory=list)
-    carried: list[int] = field(default_factory=list)
+    leaves: list[Leaf] = field(default_factory=list)
+    state: dict[StateKey, int] = field(default_factory=dict)
+    elsewhere: list[tuple[int, StateKey, mx.array]] = field(default_factory=list)
     _positions: dict[int, int] = field(default_factory=dict)
 
-    def read(self, capturing: _Capturing, returned: Any, found: list[Leaf]) -> None:
-        trees = [state_tree(item) for item in capturing.state]
+    def read(self, capturing: _Capturing, returned: Any, fixed: list[Fixed]) -> None:
+        elsewhere = capturing.elsewhere
+        self.elsewhere, _ = elsewhere.left(capturing.leaves(), fixed)
+        self.leaves = capturing.leaves()
+        trees = self._trees(capturing)
         self.returned = self._add(returned)
         self.evaluated = self._add(capturing.evaluate(returned, trees))
         if not self.evaluated:
@@ -419,21 +479,27 @@ class _Left:
                 "state=[model, optimizer]"
             )
         hidden = [state_tree(item) for item in capturing.hidden]
-        self.held = self._add([returned, trees, hidden])
+        self.held = self._add([returned, trees, hidden, [leaf.array for leaf in self.leaves]])
         state = [state_tree(item) for item in capturing.function_state]
-        self.function = self._add([returned, state])
-        after = capturing.leaves()
-        if [leaf.name for leaf in after] == [leaf.name for leaf in found]:
-            self.carried = self._add([leaf.array for leaf in after])
+        self.function = self._add([returned, trees if capturing.function_state is capturing.state else state])
+        self.state = {key: self._add(leaf.array)[0] for key, leaf in keys_of(self.leaves).items()}
 
-    def release(self) -> None:
-        """Lets go of the arrays; their number is kept."""
-        self.roots.clear()
-
-    @property
-    def count(self) -> int:
-        """How many arrays there were."""
-        return len(self._positions)
+    def _trees(self, capturing: _Capturing) -> list[Any]:
+        """The state as ``evaluate`` is given it; where the trace has found it by itself, all that was found."""
+        now = {key: leaf.array for key, leaf in keys_of(self.leaves).items()}
+        reached = {key: array for _, key, array in self.elsewhere} | {
+            key: array for key, array in now.items() if key in capturing.elsewhere.changing
+        }
+        trees = [
+            capturing.elsewhere.tree(item, now, reached)
+            if capturing.elsewhere.lists_only(item)
+            else state_tree(item)
+            for item in capturing.state
+        ]
+        if capturing.finds_state:
+            changing = [reached[key] for key in sorted(capturing.elsewhere.changing) if key in reached]
+            trees += [changing] if changing else []
+        return trees
 
     def _add(self, tree: Any) -> list[int]:
         positions = []
@@ -452,25 +518,45 @@ class _Drawing:
     Attributes:
         tags: what was watched and marked.
         left: what the step returned and left.
+        found, fixed: the state's arrays as the step found them, and those that were taken to stay.
         n_inputs: arrays of the state and the arguments, which are drawn first.
-        n_outside: arrays that the step's closure holds.
     """
 
     drawn: Drawn
     tags: Tags
     left: _Left
+    found: list[Leaf]
+    fixed: list[Fixed]
     n_inputs: int
-    n_outside: int
 
     @property
     def roots(self) -> list[str]:
         """Drawn names of ``left.roots``."""
-        return self.drawn.ends[: self.left.count]
+        return self.drawn.ends[: len(self.left.roots)]
+
+    @property
+    def outside(self) -> list[str]:
+        """Drawn names of the arrays that were taken to stay."""
+        start = len(self.left.roots)
+        return self.drawn.ends[start : start + len(self.fixed)]
 
     @property
     def watched(self) -> list[str]:
         """Drawn names of the watched arrays, by their number."""
-        return self.drawn.ends[self.left.count + self.n_outside :]
+        return self.drawn.ends[len(self.left.roots) + len(self.fixed) + len(self.left.elsewhere) :]
+
+    def replaced(self) -> set[StateKey]:
+        """Keys of arrays that were taken to stay, and that the step has put another one in place of."""
+        start, outside = len(self.left.roots) + len(self.fixed), self.outside
+        now = self.drawn.ends[start : start + len(self.left.elsewhere)]
+        pairs = zip(self.left.elsewhere, now, strict=True)
+        return {key for (number, key, _), name in pairs if name != outside[number]}
+
+    def kept(self) -> set[StateKey]:
+        """Keys of the state that the step leaves as it is."""
+        roots, left = self.roots, self.left.state
+        pairs = zip(keys_of(self.found), self.drawn.sources, strict=False)
+        return {key for key, name in pairs if name == roots[left[key]]}
 
     def recomputed(self, as_in: Tags | None = None) -> list[str]:
         """Drawn names of what goes into and comes out of the calls that are recomputed.
@@ -485,7 +571,7 @@ class _Drawing:
         return [watched[site.watched] for call in calls for site in call.sites]
 
     def role(self, name: str) -> list[str]:
-        """Drawn names of what was ``returned``, ``evaluated``, ``held``, ``carried`` or is of the ``function``."""
+        """Drawn names of what was ``returned``, ``evaluated``, ``held``, or is of the ``function``."""
         roots = self.roots
         return [roots[k] for k in getattr(self.left, name)]
 
@@ -493,10 +579,8 @@ class _Drawing:
         """What is known of the drawn sources, where the graph's inputs have these numbers."""
         sources = iter(self.drawn.sources)
         inputs = [*islice(sources, self.n_inputs)]
-        start = self.left.count
-        outside = self.drawn.ends[start : start + self.n_outside]
         return Given(
-            inputs=dict(zip([*inputs, *outside], numbers, strict=True)),
+            inputs=dict(zip([*inputs, *self.outside], numbers, strict=True)),
             marks=marks_from(self.drawn, {next(sources): number for number in range(self.tags.n_marks)}),
             stand_ins={next(sources): stand_in for stand_in in self.tags.stand_ins},
         )
@@ -513,8 +597,11 @@ def _pairs(real: _Drawing, plain: _Drawing) -> list[tuple[str, str]]:
         Unlike: the step gave something else when it was called again.
     """
     found: list[tuple[str, str]] = []
-    for role in ("returned", "evaluated", "held", "function", "carried"):
+    for role in ("returned", "evaluated", "held", "function"):
         found += _zipped(real.role(role), plain.role(role))
+    roots = real.roots, plain.roots
+    both = real.left.state.keys() & plain.left.state.keys()
+    found += [(roots[0][real.left.state[key]], roots[1][plain.left.state[key]]) for key in both]
     return found + _zipped(real.recomputed(), plain.recomputed(as_in=real.tags))
 
 
@@ -524,6 +611,22 @@ def _zipped(one: list[str], other: list[str]) -> list[tuple[str, str]]:
     return list(zip(one, other, strict=True))
 
 
+def _next_key(plain: _Drawing, built: Built) -> dict[int, int]:
+    """For the random key that a step begins with, the one it draws next; see ``lead_along``."""
+    place, key = next((k for k in enumerate(keys_of(plain.found)) if k[1][0] == RANDOM_STATE), (0, None))
+    if key is None or key not in plain.left.state:
+        return {}
+    begins = built.ids[plain.drawn.sources[place]]
+    arrays = built.graph.arrays
+    drawn_key = built.ids[plain.roots[plain.left.state[key]]]
+    chain = [drawn_key]
+    while (node := arrays[drawn_key].producer) is not None:
+        drawn_key = node.inputs[0]
+        if arrays[drawn_key].shape == arrays[begins].shape:
+            chain.append(drawn_key)
+    return {begins: chain[-2]} if chain[-1] == begins and len(chain) > 1 else {}
+
+
 def _own_vjps(tags: Tags) -> list[str]:
     return [
         f"the VJP that {name} defines is not traced; its backward is counted as automatic differentiation builds it"
@@ -531,9 +634,7 @@ def _own_vjps(tags: Tags) -> list[str]:
     ]
 
 
-def _seen_by_the_backward(
-    drawing: _Drawing, watched: dict[int, int], built: Built
-) -> dict[int, int]:
+def _seen_by_the_backward(drawing: _Drawing, watched: dict[int, int], built: Built) -> dict[int, int]:
     """What goes into and comes out of a call of which only the backward is needed, as in ``mx.grad``.
 
     A CPU's backward reads what the call made on its way, and its output may be read by nobody; the primitive that a
@@ -598,13 +699,13 @@ def _listed(tree: Any) -> list[Any]:
 def _containers(item: Any) -> Iterator[Any]:
     """The objects an item of the state may be known by: itself, and the dictionaries of an optimizer."""
     yield item
-    if isinstance(item, optim.MultiOptimizer):
+    if is_a(item, optim.MultiOptimizer):
         for inner in item.optimizers:
             yield from _containers(inner)
-    elif isinstance(item, optim.Optimizer):
+    elif is_a(item, optim.Optimizer):
         yield item.state
-    elif isinstance(item, dict) and not isinstance(item, nn.Module) and "states" in item:
-        yield from item["states"]
+    elif is_a(item, dict) and not is_a(item, nn.Module) and dict.__contains__(item, "states"):
+        yield from dict.__getitem__(item, "states")
 
 
 def _modules(items: list[Any]) -> dict[str, nn.Module]:
@@ -612,7 +713,7 @@ def _modules(items: list[Any]) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
     for item in items:
-        if isinstance(item, nn.Module):
+        if is_a(item, nn.Module):
             for path, module in sorted(item.named_modules(), key=lambda pair: pair[0].count(".")):
                 if id(module) not in seen:
                     seen.add(id(module))
@@ -643,6 +744,19 @@ def _called_classes(modules: dict[str, nn.Module]) -> set[type]:
 
 def _form(found: list[Leaf]) -> list[tuple[str, tuple[int, ...], str]]:
     return [(leaf.name, tuple(leaf.array.shape), str(leaf.array.dtype)) for leaf in found]
+
+
+def _growth(before: list[Leaf], after: list[Leaf]) -> str:
+    """What is said of a state that never settles."""
+    there = keys_of(before)
+    more = [leaf for key, leaf in keys_of(after).items() if key not in there]
+    if not more:
+        return f"the step leaves its state in another form at every call; traced is call number {MAX_PASSES}"
+    nbytes = format_bytes(sum(leaf.array.nbytes for leaf in more))
+    return (
+        f"the state gains arrays at every call, {nbytes} a step, without end ({listed([leaf.name for leaf in more])}); "
+        f"traced is call number {MAX_PASSES}"
+    )
 
 
 def _refuse_custom_kernels(graph: Graph) -> None:

@@ -1,30 +1,64 @@
 """What a step keeps between calls: found, filled with placeholders, and given back exactly as it was.
 
 MLX keeps a training run's arrays in modules (dictionaries), optimizer states, lists and the global random
-state. A capture replaces every array in them, runs the step, reads what the step left, and restores.
+state; people keep theirs in dictionaries and objects of their own as well. A capture replaces every array in
+them, runs the step, reads what the step left, and restores.
 """
 
 from __future__ import annotations
 
-import functools
-import gc
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 
+from oomguard.errors import TraceError
 from oomguard.trace.graph import Kind
+from oomguard.trace.places import (
+    MISSING,
+    Place,
+    Position,
+    attributes,
+    class_attribute,
+    entries,
+    is_a,
+    is_container,
+    is_plain_object,
+    methods_of,
+    namespaces,
+    slots,
+)
+
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
+
+
+RANDOM_STATE = "random state"
+"""The name of the key that ``mx.random`` draws from."""
+
+StateKey = tuple[str, int]
+"""An array of the state from call to call: its name, and how many of that name came before it."""
+
+
+class _HasName(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+Named = TypeVar("Named", bound=_HasName)
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """An array in a container: where it hangs, what it is and what to call it."""
+    """An array of the state: where it hangs, what it is and what to call it.
 
-    container: Any
-    key: Any
+    ``place`` is None for an array that hangs in nothing that could be given another one in its stead.
+    """
+
+    place: Place | None
     kind: Kind
     name: str
     array: mx.array
@@ -32,15 +66,12 @@ class Leaf:
 
 def leaves(tree: Any) -> Iterator[mx.array]:
     """The arrays of a tree of lists, tuples and dictionaries, in the order ``mx.eval`` flattens it."""
-    if isinstance(tree, mx.array):
+    if is_a(tree, mx.array):
         yield tree
     elif tree is mx.random.state:
         yield mx.random.state[0]
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from leaves(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
+    elif is_a(tree, dict, list, tuple):
+        for _, _, value in entries(tree):
             yield from leaves(value)
 
 
@@ -53,180 +84,202 @@ def random_keys() -> list[mx.array]:
 
 def map_leaves(tree: Any, function: Callable[[mx.array], Any]) -> Any:
     """The tree with every array replaced; what is no container is kept as it is."""
-    if isinstance(tree, mx.array):
+    if is_a(tree, mx.array):
         return function(tree)
-    if isinstance(tree, nn.Module):
+    if is_a(tree, nn.Module):
         return tree
-    if isinstance(tree, dict):
-        return {key: map_leaves(value, function) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+    if is_a(tree, dict):
+        return {key: map_leaves(value, function) for key, value in dict.items(tree)}
+    if is_a(tree, tuple) and class_attribute(tree, "_fields") is not MISSING:
         return type(tree)(*(map_leaves(value, function) for value in tree))
-    if isinstance(tree, list | tuple):
+    if is_a(tree, list, tuple):
         return type(tree)(map_leaves(value, function) for value in tree)
     return tree
 
 
+# -- what is given as state --------------------------------------------------------------------------------
+
+
 def state_tree(item: Any) -> Any:
-    """What ``mx.eval`` would be given for an item of ``state``: an optimizer stands for its state."""
-    return item.state if isinstance(item, optim.Optimizer) else item
+    """What ``mx.eval`` would be given for an item of ``state``.
+
+    An optimizer stands for its state, and an object of one's own for the arrays in its attributes, in the order
+    in which it was given them.
+    """
+    return _tree(item, {})
+
+
+def _tree(value: Any, seen: dict[int, Any]) -> Any:
+    if value is mx.random.state or is_a(value, nn.Module) or not is_container(value):
+        return value
+    if is_a(value, optim.Optimizer):
+        return value.state
+    if id(value) in seen:
+        return {}
+    seen[id(value)] = value
+    inside = [(name, _tree(inner, seen)) for name, _, inner in entries(value)]
+    return [tree for _, tree in inside] if is_a(value, list, tuple, deque) else dict(inside)
+
+
+def check_state(state: Iterable[Any]) -> list[str]:
+    """Warnings for what is given as state and is none.
+
+    Raises:
+        TraceError: an item in which arrays cannot be found, with what to pass instead.
+    """
+    warnings = []
+    for number, item in enumerate(state):
+        if is_a(item, mx.array, optim.Optimizer) or item is mx.random.state or is_container(item):
+            continue
+        if is_a(item, *_CONSTANTS):
+            warnings.append(f"state[{number}] is {item!r}, which is no array: nothing is counted for it")
+            continue
+        raise TraceError(
+            f"state[{number}] is a {type(item).__name__}, in which no array can be found; pass the arrays themselves, "
+            "or the module, optimizer, dictionary, list or object that holds them"
+        )
+    return warnings
 
 
 def state_leaves(state: list[Any]) -> list[Leaf]:
     """Every array of the state with its name, once for each place it hangs in."""
     found: list[Leaf] = []
-    seen: set[int] = set()
+    collecting = _Collecting(found)
     for item in state:
-        _collect(state_tree(item), _kind_of(item), "", None, None, found, seen)
+        collecting.add(state_root(item), _kind_of(item), "", None)
     return found
 
 
+def state_root(item: Any) -> Any:
+    """The container in which the arrays of an item of ``state`` hang."""
+    return item.state if is_a(item, optim.Optimizer) else item
+
+
 def _kind_of(item: Any) -> Kind:
-    if isinstance(item, nn.Module):
+    if is_a(item, nn.Module):
         return "parameter"
-    if isinstance(item, optim.Optimizer) or (isinstance(item, dict) and ("states" in item or "step" in item)):
+    if is_a(item, optim.Optimizer) or (
+        is_a(item, dict) and any(dict.__contains__(item, name) for name in ("states", "step"))
+    ):
+        return "optimizer"
+    if is_plain_object(item) and any(
+        class_attribute(item, name) is not MISSING for name in ("update", "apply_gradients", "step")
+    ):
         return "optimizer"
     return "state"
 
 
-def _collect(
-    tree: Any, kind: Kind, path: str, container: Any, key: Any, found: list[Leaf], seen: set[int]
-) -> None:
-    if isinstance(tree, mx.array):
-        found.append(Leaf(container, key, kind, path or "state", tree))
-    elif tree is mx.random.state:
-        keys = random_keys()
-        found.append(Leaf(keys, 0, "state", "random state", keys[0]))
-    elif isinstance(tree, dict | list | tuple):
-        if id(tree) in seen:
-            return
-        seen.add(id(tree))
-        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        for k, value in list(items):
-            inner: Kind = "parameter" if isinstance(tree, nn.Module) else kind
-            _collect(value, inner, f"{path}.{k}" if path else str(k), tree, k, found, seen)
+class _Collecting:
+    def __init__(self, found: list[Leaf]):
+        self.found = found
+        self.seen: dict[
+            int, Any
+        ] = {}  # keeps what it has seen: an id is good only as long as its object lives
+
+    def add(self, tree: Any, kind: Kind, path: str, place: Place | None) -> None:
+        if is_a(tree, mx.array):
+            self.found.append(Leaf(place, kind, path or "state", tree))
+        elif tree is mx.random.state:
+            keys = random_keys()
+            self.found.append(Leaf(Position(keys, 0), "state", RANDOM_STATE, keys[0]))
+        elif is_a(tree, optim.Optimizer):
+            self.add(tree.state, "optimizer", path, None)
+        elif is_container(tree) and id(tree) not in self.seen:
+            self.seen[id(tree)] = tree
+            inner: Kind = "parameter" if is_a(tree, nn.Module) else kind
+            for name, inside, value in entries(tree, place):
+                self.add(value, inner, f"{path}.{name}" if path else name, inside)
+
+
+def keys_of(found: Iterable[Named]) -> dict[StateKey, Named]:
+    """Arrays by what tells them from call to call, though the objects they hang in may be new ones."""
+    counts: dict[str, int] = {}
+    keys: dict[StateKey, Named] = {}
+    for each in found:
+        number = counts[each.name] = counts.get(each.name, -1) + 1
+        keys[each.name, number] = each
+    return keys
+
+
+def container_ids(items: Iterable[Any]) -> set[int]:
+    """The ``id`` of every container that the arrays of some objects hang in."""
+    collecting = _Collecting([])
+    for item in items:
+        collecting.add(state_root(item), "state", "", None)
+    return set(collecting.seen)
 
 
 def fill(found: list[Leaf], arrays: list[mx.array]) -> None:
-    """Hangs ``arrays`` where the leaves hang. Tuples are rebuilt in place of their parents by ``Snapshot``."""
+    """Hangs ``arrays`` where the leaves hang."""
     for leaf, array in zip(found, arrays, strict=True):
-        if isinstance(leaf.container, dict):
-            dict.__setitem__(leaf.container, leaf.key, array)
-        elif isinstance(leaf.container, list):
-            leaf.container[leaf.key] = array
+        if leaf.place is not None:
+            leaf.place.set(array)
+
+
+# -- giving back -------------------------------------------------------------------------------------------
 
 
 class Snapshot:
-    """Remembers every container reachable from some objects, and gives each its contents back."""
+    """Remembers containers and objects, and gives each that has changed its contents back."""
 
-    def __init__(self, *roots: Any):
-        self._saved: list[tuple[Any, Any, dict[str, Any] | None]] = []
-        self._seen: set[int] = set()
-        for root in roots:
-            self._visit(root)
+    def __init__(self, *roots: Any, shallow: Iterable[Any] = (), variables: Iterable[Place] = ()):
+        """Args:
+        roots: containers, objects, modules, optimizers: they and all that hangs in them.
+        shallow: containers and objects, without what hangs in them.
+        variables: single places to be given back what hangs in them now.
+        """
+        self._contents: list[tuple[Any, list[Any]]] = []
+        self._places = [(variable, variable.get()) for variable in variables]
         self._random_key = random_keys()[0]
+        # Dictionaries of modules are never emptied, not for a moment: others look things up in them.
+        self._seen: dict[int, Any] = {id(namespace): namespace for namespace in namespaces()}
+        for root in roots:
+            stack = [root]
+            while stack:
+                stack += self._keep(stack.pop())
+        for root in shallow:
+            self._keep(root)
 
-    def _visit(self, value: Any) -> None:
-        if not isinstance(value, dict | list | tuple | optim.Optimizer) or id(value) in self._seen:
-            return
-        self._seen.add(id(value))
-        attributes = dict(vars(value)) if isinstance(value, nn.Module | optim.Optimizer) else None
-        if isinstance(value, dict):
-            self._saved.append((value, dict(value), attributes))
-            children = list(value.values())
-        elif isinstance(value, list | tuple):
-            children = list(value)
-            if isinstance(value, list):
-                self._saved.append((value, children, attributes))
-        else:
-            self._saved.append((value, None, attributes))
-            children = []
-        for child in children + list((attributes or {}).values()):
-            self._visit(child)
+    def _keep(self, value: Any) -> list[Any]:
+        """Remembers one container or object; returns what hangs in it."""
+        if not (is_container(value) or is_a(value, optim.Optimizer)) or id(value) in self._seen:
+            return []
+        self._seen[id(value)] = value
+        children: list[Any] = []
+        if is_a(value, dict, list, tuple, deque):
+            contents = _contents(value)
+            children += [inner for _, inner in contents] if is_a(value, dict) else contents
+            if not is_a(value, tuple):
+                self._contents.append((value, contents))
+        if is_plain_object(value) or is_a(value, nn.Module, optim.Optimizer):
+            children += self._keep(attributes(value))
+            self._places += [(slot, slot.get()) for _, slot in slots(value)]
+            children += [slot.get() for _, slot in slots(value)]
+        return children
 
     def restore(self) -> None:
         """Puts back the contents of every container, in their order, and the attributes of every object."""
         random_keys()[0] = self._random_key
-        for value, contents, attributes in self._saved:
-            if attributes is not None:
-                vars(value).clear()
-                vars(value).update(attributes)
-            if isinstance(value, dict):
-                dict.clear(value)
-                dict.update(value, contents)
-            elif isinstance(value, list):
-                value[:] = contents
+        for container, contents in self._contents:
+            if not _same(_contents(container), contents):
+                methods = methods_of(container)
+                methods.clear(container)
+                (methods.update if is_a(container, dict) else methods.extend)(container, contents)
+        for place, value in self._places:
+            if value is MISSING:
+                place.remove()
+            elif place.get() is not value:
+                place.set(value)
 
 
-def discover(function: Any) -> list[Any]:
-    """Modules, optimizers, arrays and compiled functions a step reaches: closure, globals, what it is bound to.
-
-    Returns them in the order met; looks two functions deep, because ``nn.value_and_grad`` wraps one.
-    """
-    found: list[Any] = []
-    _discover(function, found, set(), depth=4)
-    return found
+def _contents(container: Any) -> list[Any]:
+    methods = methods_of(container)
+    return [*(methods.items(container) if is_a(container, dict) else methods.__iter__(container))]
 
 
-def _discover(value: Any, found: list[Any], seen: set[int], depth: int) -> None:
-    if id(value) in seen or depth < 0:
-        return
-    seen.add(id(value))
-    if isinstance(value, nn.Module | optim.Optimizer | mx.array):
-        found.append(value)
-    elif isinstance(value, functools.partial):
-        for inner in (value.func, *value.args, *value.keywords.values()):
-            _discover(inner, found, seen, depth)
-    elif isinstance(value, list | tuple):
-        for inner in value[:64]:
-            _discover(inner, found, seen, depth - 1)
-    elif isinstance(value, dict):
-        for inner in list(value.values())[:64]:
-            _discover(inner, found, seen, depth - 1)
-    elif hasattr(value, "__self__") and not isinstance(value.__self__, type) and hasattr(value, "__func__"):
-        _discover(value.__self__, found, seen, depth - 1)
-        _discover(value.__func__, found, seen, depth)
-    elif (parts := compiled_parts(value)) is not None:
-        found.append(value)
-        _discover(parts[0], found, seen, depth)
-    elif type(value).__name__ == "_gc_func":
-        for inner in gc.get_referents(value)[1:]:
-            _discover(inner, found, seen, depth)
-    elif hasattr(value, "__code__"):
-        _discover_function(value, found, seen, depth)
-    elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
-        for inner in list(vars(value).values()):
-            _discover(inner, found, seen, depth - 1)
-
-
-def _discover_function(function: Any, found: list[Any], seen: set[int], depth: int) -> None:
-    for cell in function.__closure__ or ():
-        try:
-            inner = cell.cell_contents
-        except ValueError:
-            continue
-        _discover(inner, found, seen, depth - 1)
-    for name in function.__code__.co_names:
-        if name in function.__globals__:
-            _discover(function.__globals__[name], found, seen, depth - 1)
-    for inner in (function.__defaults__ or ()) + tuple((function.__kwdefaults__ or {}).values()):
-        _discover(inner, found, seen, depth - 1)
-
-
-def compiled_parts(function: Any) -> tuple[Any, Any, Any] | None:
-    """(inner function, captured inputs, captured outputs) of an ``mx.compile`` result, else None.
-
-    MLX has no accessor; the garbage collector's view of the object is (type, inputs, outputs, function).
-    """
-    if type(function).__name__ != "_gc_func":
-        return None
-    parts = gc.get_referents(function)
-    if len(parts) != 4 or _holds_numbers(parts[1]) or _holds_numbers(parts[2]):
-        return None
-    return parts[3], parts[1], parts[2]
-
-
-def _holds_numbers(value: Any) -> bool:
-    """Whether it is the axes of an ``mx.vmap``, which looks like an ``mx.compile`` from here."""
-    if isinstance(value, list | tuple):
-        return any(_holds_numbers(inner) for inner in value)
-    return isinstance(value, int)
+def _same(now: list[Any], before: list[Any]) -> bool:
+    """Whether two lists hold the same objects; pairs of them are looked into. Nothing is asked if it is equal."""
+    return len(now) == len(before) and all(
+        a is b or (type(a) is type(b) is tuple and len(a) == len(b) == 2 and a[0] is b[0] and a[1] is b[1])
+        for a, b in zip(now, before, strict=True)
+    )

@@ -15,7 +15,7 @@ from oomguard.trace.collector import collector_paused
 from oomguard.trace.compiled import compile_regions
 from oomguard.trace.containers import leaves, state_tree
 from oomguard.trace.fuse import compile_graph
-from oomguard.trace.graph import Graph
+from oomguard.trace.graph import Graph, Node
 from oomguard.trace.ledger import CATEGORIES, Owner, Recorder
 from oomguard.trace.memory import CPU, Device, ImmediateQueue, Program
 from oomguard.trace.orders import best_order
@@ -24,6 +24,7 @@ from oomguard.trace.remat import recompute_regions
 from oomguard.trace.result import BUFFER_REFUSED, Holder, Moment, Span, Timeline, TraceResult
 from oomguard.trace.startup import SYNCHRONIZER_DISPATCHES, dispatches_to_evaluate
 from oomguard.trace.steps import ALONE, Steps, Surroundings, graph_peak, within_update
+from oomguard.trace.waiting import unevaluated_warnings
 from oomguard.units import format_bytes
 
 STEADY_STEPS = 3
@@ -163,8 +164,21 @@ def simulate(
 
 
 def _program_of(captured: Capture, compiled: bool, device: Device, rewrite: Rewrite | None) -> Program:
-    graph = built_for(device, captured)
-    return prepare(graph if rewrite is None else rewrite(graph), compiled=compiled, device=device)
+    graphs = [built_for(device, call) for call in captured.calls]
+    if rewrite is not None:
+        graphs = [rewrite(graph) for graph in graphs]
+    return chained(graphs, captured.links, compiled=compiled, device=device)
+
+
+def chained(
+    graphs: Sequence[Graph], links: Sequence[dict[int, int]], *, compiled: bool, device: Device
+) -> Program:
+    """The last graph as a program, behind those of the calls that create its state (``Capture.calls``, ``links``)."""
+    program: Program | None = None
+    for graph, link in zip(graphs, links, strict=True):
+        program = prepare(graph, compiled=compiled, device=device, earlier=program, links=link)
+    assert program is not None
+    return program
 
 
 def _simulated(
@@ -180,25 +194,27 @@ def _simulated(
         Steps(program, memory_limit, None, surroundings)
         for program, surroundings in zip(programs, around, strict=True)
     ]
-    updates = [[call.step() for call in calls] for _ in range(1 + steady_steps)]
+    settling = max(1, *(call.settling for call in calls)) if steady_steps else 0
+    updates = [[call.step() for call in calls] for _ in range(settling + steady_steps or 1)]
     highest = [max(runs, key=lambda run: run.peak_bytes) for runs in updates]
-    steady = highest[1:] or highest
+    steady = highest[settling:]
     peaks = [run.peak_bytes for run in steady]
     peak = median_low(peaks)
-    number = next(k for k, run in enumerate(highest) if run.peak_bytes == peak and (k or not steady_steps))
+    number = next(k for k, run in enumerate(highest) if run.peak_bytes == peak and k >= settling)
     run = highest[number]
     which = updates[number].index(run)
     program = programs[which]
-    graph = program.graph
+    graph, primitives = calls[which].evaluated(number)
     recorder = calls[which].record(number, run.peak_index)
     largest_buffer = max(call.largest_buffer for call in calls)
     limit, waited = calls[0].memory.limit, any(call.memory.waited_at_limit for call in calls)
+    waiting = [warning for call in calls for warning in unevaluated_warnings(call, peak)]
     for call in calls:
         call.memory.limit = 0
     sequenced = median_low([max(call.step().peak_bytes for call in calls) for _ in steady])
     graph_peaks = [graph_peak(each) for each in programs]
     order = best_order(program, graph_peaks[which], memory_limit=memory_limit, surroundings=around[which])
-    moments = [_moment(program, index) for index in range(len(program.evaluations[0]))]
+    moments = [_moment(step.node, index) for index, step in enumerate(primitives)]
     holders = _holders(graph, recorder)
     spans = _spans(graph, recorder)
     allowed = program.device.largest_buffer
@@ -223,23 +239,36 @@ def _simulated(
         largest_allowed_bytes=allowed,
         order=order if order is not None and order.worth_saying else None,
         unknown=program.unknown,
-        warnings=[
-            *dict.fromkeys(warnings),
-            *_unknown_warnings(program),
-            *_buffer_warnings(largest_buffer, allowed, spans),
-        ],
+        warnings=list(
+            dict.fromkeys(
+                [
+                    *warnings,
+                    *waiting,
+                    *_unknown_warnings(program),
+                    *_buffer_warnings(largest_buffer, allowed, spans),
+                ]
+            )
+        ),
     )
 
 
 def built_for(device: Device, captured: Capture) -> Graph:
     """The graph a device builds of a captured step, what the step recomputes in it."""
-    if captured.recomputing is not None:
-        return device.build(captured.recomputing)
     return _with_checkpoints(device.build(captured.graph))
 
 
-def prepare(graph: Graph, *, compiled: bool, device: Device) -> Program:
-    """A graph that ``device`` builds, compiled in place where the step is, as a program to simulate."""
+def prepare(
+    graph: Graph,
+    *,
+    compiled: bool,
+    device: Device,
+    earlier: Program | None = None,
+    links: dict[int, int] | None = None,
+) -> Program:
+    """A graph that ``device`` builds, compiled in place where the step is, as a program to simulate.
+
+    ``earlier`` and ``links`` are as for ``Program``.
+    """
     if compiled:
         compile_graph(graph, device.fusion)
         # The compiled function keeps its constants from call to call.
@@ -247,7 +276,7 @@ def prepare(graph: Graph, *, compiled: bool, device: Device) -> Program:
     else:
         compile_regions(graph, device.fusion)
     _name_new_state(graph)
-    return Program(graph, device)
+    return Program(graph, device, earlier=earlier, links=links)
 
 
 def _with_checkpoints(graph: Graph) -> Graph:
@@ -275,11 +304,14 @@ def counted_timelines(captured: Capture) -> tuple[list[int], list[int], list[Mom
     default = Steps(program, None, None, ALONE)
     runs = [default.step().high for _ in range(1 + STEADY_STEPS)][1:]
     steady = [median_low(values) for values in zip(*runs, strict=True)]
-    return alone.high, steady, [_moment(program, index) for index in range(len(program.evaluations[0]))]
+    return (
+        alone.high,
+        steady,
+        [_moment(step.node, index) for index, step in enumerate(program.evaluations[0])],
+    )
 
 
-def _moment(program: Program, index: int) -> Moment:
-    node = program.evaluations[0][index].node
+def _moment(node: Node, index: int) -> Moment:
     return Moment(index, node.primitive, node.phase, node.block, node.scope)
 
 

@@ -148,10 +148,12 @@ class Graph:
 
     ``function_outputs`` is what the step returns and the state it leaves, in the order ``mx.compile`` takes
     them: ``simplify`` and ``fuse`` walk from there. ``carries`` gives for an array of the state what is in its
-    place after the step, so that the next step can be simulated with what this one leaves.
+    place after the step, so that the next step can be simulated with what this one leaves. ``recomputes`` says that
+    the step calls ``mx.checkpoint`` or ``mx.custom_function``: what it recomputes is in the graph, or in regions of
+    those kinds.
     """
 
-    __slots__ = ("arrays", "carries", "evaluations", "function_outputs", "nodes", "regions")
+    __slots__ = ("arrays", "carries", "evaluations", "function_outputs", "nodes", "recomputes", "regions")
 
     def __init__(self) -> None:
         self.arrays: list[Array] = []
@@ -160,6 +162,7 @@ class Graph:
         self.regions: list[Region] = []
         self.function_outputs: list[int] = []
         self.carries: dict[int, int] = {}
+        self.recomputes = False
 
     # -- building ---------------------------------------------------------------------------------------
 
@@ -445,6 +448,7 @@ class Graph:
         other.evaluations = [Evaluation(e.outputs[:], set(e.held)) for e in self.evaluations]
         other.function_outputs = self.function_outputs[:]
         other.carries = dict(self.carries)
+        other.recomputes = self.recomputes
         other.regions = [
             Region(
                 r.kind,

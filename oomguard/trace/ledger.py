@@ -6,11 +6,12 @@ it, it belongs to the in-flight window.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from oomguard.trace.graph import Graph
 from oomguard.trace.label import GRADIENT
-from oomguard.trace.memory import Device, Memory, Program, Queue, Simulation
+from oomguard.trace.memory import Device, Memory, Queue, Simulation, Step
 
 CATEGORIES = (
     "parameters",
@@ -140,10 +141,15 @@ class Recorder:
     """Watches a simulation: the totals at every primitive, what each buffer held from when to when, and the
     owners of all buffers at one primitive."""
 
-    def __init__(self, program: Program, at: int):
-        """``at``: position of the primitive at which the owners are wanted; -1 for the beginning."""
-        self.program = program
-        self.by_array = categories(program.graph)
+    def __init__(self, graph: Graph, steps: Sequence[Step], at: int):
+        """Args:
+        graph: in which the simulated step stands.
+        steps: the primitives it runs.
+        at: position of the primitive at which the owners are wanted; -1 for the beginning.
+        """
+        self.graph = graph
+        self.steps = steps
+        self.by_array = categories(graph)
         self.at = at
         self.totals: list[tuple[int, ...]] = []
         self.live: list[tuple[Owner, int, int]] = []
@@ -154,9 +160,9 @@ class Recorder:
     def begin(self, simulation: Simulation) -> None:
         """Takes note of what exists before the first primitive."""
         memory = self._ledger(simulation)
-        for array in self.program.graph.arrays:
+        for array in self.graph.arrays[: len(simulation.buffer)]:
             b = simulation.buffer[array.id]
-            if b >= 0:
+            if b >= 0 and memory.arrays[b] and b not in self._owners:
                 memory.assign(b, self.by_array[array.id])
                 self._owners[b] = Owner(array.id, "", "", array.block, "")
         self._note(0, memory)
@@ -165,7 +171,7 @@ class Recorder:
 
     def __call__(self, index: int, simulation: Simulation) -> None:
         memory = self._ledger(simulation)
-        step = self.program.evaluations[0][index]
+        step = self.steps[index]
         node = step.node
         for o in step.outputs:
             b = simulation.buffer[o]

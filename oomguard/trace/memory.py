@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from oomguard.trace.fuse import NEWEST, Fusion
-from oomguard.trace.graph import ITEM_BYTES, Graph, Node
+from oomguard.trace.graph import ITEM_BYTES, Array, Evaluation, Graph, Node
 from oomguard.trace.layout import Layout, row_major
 from oomguard.trace.lower import for_cpu
 from oomguard.trace.ops import CPU_RULES, NEW, Effect, Operands, Rule, unknown
@@ -308,9 +308,24 @@ class Step:
 class Program:
     """A graph's evaluations, scheduled for a device, ready to be simulated any number of times."""
 
-    def __init__(self, graph: Graph, device: Device = CPU, width: int = BFS_MAX_WIDTH):
+    def __init__(
+        self,
+        graph: Graph,
+        device: Device = CPU,
+        width: int = BFS_MAX_WIDTH,
+        earlier: Program | None = None,
+        links: dict[int, int] | None = None,
+    ):
+        """Args:
+        width: as ``schedule`` takes it.
+        earlier: the call before the first of these, where it is another: it creates the state.
+        links: for an input of this graph, the input of ``earlier`` that is the same array of the state.
+        """
         self.graph = graph
         self.device = device
+        self.width = width
+        self.earlier = earlier
+        self.links = links or {}
         self.evaluations: list[list[Step]] = []
         evaluated: set[int] = set()
         for evaluation in graph.evaluations:
@@ -320,13 +335,29 @@ class Program:
             )
             evaluated.update(o for node, _ in order for o in node.outputs)
         # Every output of a primitive keeps the list of its inputs: none of several outputs' is ever donated.
-        self.references = [0] * len(graph.arrays)
+        self.read = [0] * len(graph.arrays)
         for node in graph.nodes:
             for i in node.inputs:
-                self.references[i] += len(node.outputs)
+                self.read[i] += len(node.outputs)
+        self.references = self.read[:]
         self.held = {i for e in graph.evaluations for i in (*e.outputs, *e.held)}
         for i in self.held:
             self.references[i] += 1
+        made = {o for steps in self.evaluations for step in steps for o in step.outputs}
+        self.waits = any(
+            graph.arrays[o].producer is not None and o not in made for o in graph.carries.values()
+        )
+        """Whether a call leaves state that it does not evaluate."""
+
+    @property
+    def chain(self) -> list[Program]:
+        """The calls before the first of these, and this one."""
+        return [*(self.earlier.chain if self.earlier is not None else []), self]
+
+    def evaluated_as(self, evaluations: list[Evaluation]) -> Program:
+        """The same calls, this one evaluated in another way."""
+        graph = self.graph.evaluated_as(evaluations)
+        return Program(graph, self.device, self.width, self.earlier, self.links)
 
     @property
     def unknown(self) -> dict[str, int]:
@@ -382,9 +413,13 @@ class Simulation:
         found = found or {}
         for array in arrays:
             if array.producer is None and self.references[array.id]:
-                layout, size = found.get(array.id) or (row_major(array.shape), array.nbytes)
-                self.layout[array.id] = layout
-                self.buffer[array.id] = memory.adopt(memory.device.rounding(size))
+                self._adopt(array, found.get(array.id))
+
+    def _adopt(self, array: Array, found: tuple[Layout, int] | None = None) -> None:
+        """An array that is there without being made here."""
+        layout, size = found or (row_major(array.shape), array.nbytes)
+        self.layout[array.id] = layout
+        self.buffer[array.id] = self.memory.adopt(self.memory.device.rounding(size))
 
     def run(self, number: int = 0, watch: Watcher | None = None) -> Run:
         """Runs one of the program's evaluations."""

@@ -91,4 +91,4 @@ def _reordered(program: Program) -> Iterator[tuple[str, Program]]:
         given = program.graph.evaluations
         evaluations = [replace(e, outputs=order(program.graph, e.outputs)) for e in given]
         if any(ours.outputs != theirs.outputs for ours, theirs in zip(evaluations, given, strict=True)):
-            yield name, Program(program.graph.evaluated_as(evaluations), program.device)
+            yield name, program.evaluated_as(evaluations)

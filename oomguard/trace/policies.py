@@ -18,13 +18,12 @@ from oomguard.errors import TraceError
 from oomguard.trace.backends import Machine, simulated
 from oomguard.trace.capture import Capture
 from oomguard.trace.collector import collector_paused
-from oomguard.trace.engine import built_for, capture_built, capture_for, prepare, surroundings_of
+from oomguard.trace.engine import built_for, capture_built, capture_for, chained, surroundings_of
 from oomguard.trace.graph import Graph, Node
 from oomguard.trace.lower import ATTENTION
 from oomguard.trace.memory import CPU, Device, Program
 from oomguard.trace.remat import ATTENTION_KINDS, VIEWS, apply_policy, block_calls, saved_ratio
 from oomguard.trace.steps import ALONE, Surroundings, peaks_and_buffer, within_update
-from oomguard.trace.tags import RECOMPUTING
 
 MARKED = frozenset(("block", "attention", ATTENTION))
 """Kinds of regions whose backward a capture must mark for all policies to be had from it."""
@@ -116,7 +115,7 @@ class Policies:
             TraceError: the step recomputes already.
         """
         regions = [region for captured in captures for region in captured.graph.regions]
-        if any(region.kind in RECOMPUTING for region in regions):
+        if any(captured.graph.recomputes for captured in captures):
             raise TraceError("the step recomputes already; search the policies of one that does not")
         self.compiled = captures[0].compiled if compiled is None else compiled
         self.device = device
@@ -124,7 +123,9 @@ class Policies:
         self.surroundings = surroundings
         self.calls = calls
         with collector_paused():
-            self._graphs: list[Graph] = [built_for(device, captured) for captured in captures]
+            self._chains = [[built_for(device, call) for call in captured.calls] for captured in captures]
+            self._links = [captured.links for captured in captures]
+            self._graphs: list[Graph] = [chain[-1] for chain in self._chains]
             self._ratio = saved_ratio(self._graphs[0])
         self.n_blocks = len(block_calls(self._graphs[0]))
         self.attends = any(region.kind in ATTENTION_KINDS for region in regions)
@@ -318,24 +319,31 @@ class Policies:
 
     @collector_paused()
     def _simulate(self, policy: CheckpointPolicy, segments: tuple[Segment, ...]) -> Price:
-        peaks = [0] * STEPS
         costs = [0.0] * self.n_blocks
         forward, largest = 0.0, 0
-        rewritten = [apply_policy(graph, policy, block_to_boundary=self._ratio) for graph in self._graphs]
-        programs = [prepare(graph, compiled=self.compiled, device=self.device) for graph in rewritten]
+        programs = [
+            chained(
+                [apply_policy(graph, policy, block_to_boundary=self._ratio) for graph in chain],
+                links,
+                compiled=self.compiled,
+                device=self.device,
+            )
+            for chain, links in zip(self._chains, self._links, strict=True)
+        ]
+        first = steady = 0
         around = within_update(programs, self.calls, self.surroundings)
         for program, surroundings in zip(programs, around, strict=True):
             found, buffer = peaks_and_buffer(
                 program, STEPS, memory_limit=self.memory_limit, surroundings=surroundings
             )
+            first, steady = max(first, found[0]), max(steady, found[-1])
             largest = max(largest, buffer)
-            peaks = [max(pair) for pair in zip(peaks, found, strict=True)]
             again, once = _costs(program, self.n_blocks)
             costs = [sum(pair) for pair in zip(costs, again, strict=True)]
             forward += once
         allowed = self.device.largest_buffer
         fits = allowed is None or largest <= allowed
-        return Price(policy, segments, peaks[-1], peaks[0], tuple(costs), forward, largest, fits)
+        return Price(policy, segments, steady, first, tuple(costs), forward, largest, fits)
 
 
 def _costs(program: Program, n_blocks: int) -> tuple[list[float], float]:

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from oomguard.trace.containers import StateKey
 from oomguard.trace.graph import Graph, Node
 from oomguard.trace.label import needed
 from oomguard.trace.rawgraph import HAND_ON, Built, Drawn, Given, primitive_name
@@ -165,12 +166,14 @@ class Recomputing:
         plain: the graph of the plain step.
         match: from ``lead_along``.
         forward: arrays that calls of the forward gave.
+        state: for each array of the state its input of the graph.
     """
 
     built: Built
     plain: Graph
     match: dict[str, int]
     forward: list[int] = field(default_factory=list)
+    state: dict[StateKey, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Before either loses its nodes that nothing needs.

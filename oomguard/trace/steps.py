@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from oomguard.trace.graph import Graph
 from oomguard.trace.layout import Layout
 from oomguard.trace.ledger import Ledger, Recorder
-from oomguard.trace.memory import ImmediateQueue, Memory, Program, Queue, Run, Simulation
+from oomguard.trace.memory import ImmediateQueue, Memory, Program, Queue, Run, Simulation, Step
+from oomguard.trace.unroll import Unrolled, UnrolledSimulation
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,10 @@ ALONE = Surroundings()
 
 
 class Steps:
-    """Steps simulated one after the other, each finding what the one before left."""
+    """Steps simulated one after the other, each finding what the one before left.
+
+    The first are those that create the state, where the program has such (``Program.earlier``).
+    """
 
     def __init__(self, program: Program, limit: int | None, queue: Queue | None, around: Surroundings):
         self.program = program
@@ -35,36 +40,83 @@ class Steps:
         self.largest_buffer = 0
         self._found: dict[int, tuple[Layout, int]] = {}
         self._before: list[_Before] = []
+        self._chain = program.chain
+        self.unrolled = Unrolled(program) if any(call.waits for call in self._chain) else None
+        self._simulation = UnrolledSimulation(self.unrolled, self.memory) if self.unrolled else None
+        self.waiting: list[int] = []
+
+    @property
+    def settling(self) -> int:
+        """Steps that are not like those after them: they create state, or find nothing left to evaluate yet."""
+        return self.unrolled.settling if self.unrolled is not None else len(self._chain) - 1
 
     def step(self) -> Run:
         memory = self.memory
+        number = len(self._before)
         count = getattr(memory.queue, "submitted", 0)
         self._before.append(_Before(dict(self._found), list(memory.cache.sizes), memory.cache.total, count))
-        simulation = Simulation(self.program, memory, self._found)
-        run = simulation.run()
-        self._found = simulation.found(self.program.graph.carries)
+        if self._simulation is not None:
+            run = self._simulation.run(number)
+            self.waiting.append(self._simulation.waiting_bytes())
+        else:
+            run = self._run_alone(number)
         self._count(self.between)
         self.largest_buffer = max(self.largest_buffer, max(memory.size, default=0))
         return run
 
+    def _run_alone(self, number: int) -> Run:
+        """A step that evaluates all of its state: nothing of it goes on into the next but the state."""
+        program = self._call(number)
+        simulation = Simulation(program, self.memory, self._found)
+        run = simulation.run()
+        self._found = simulation.found(program.graph.carries)
+        following = self._call(number + 1)
+        if following is not program:
+            self._found = {i: self._found[o] for i, o in following.links.items() if o in self._found}
+        return run
+
+    def _call(self, number: int) -> Program:
+        return self._chain[min(number, len(self._chain) - 1)]
+
+    def evaluated(self, number: int) -> tuple[Graph, list[Step]]:
+        """The graph in which one of the steps stands, and the primitives it runs."""
+        if self.unrolled is not None:
+            return self.unrolled.graph, self.unrolled.evaluations[number]
+        program = self._call(number)
+        return program.graph, program.evaluations[0]
+
     def _count(self, dispatches: int) -> None:
         """Lets the queue have counted further, as it does in evaluations that are not simulated."""
-        for _ in range(dispatches):
-            self.memory.queue.submit(0, [], [])
-        self.memory.synchronize()
+        _submit_nothing(self.memory, dispatches)
 
     def record(self, number: int, at: int) -> Recorder:
         """Simulates one of the steps again, and keeps whose the bytes are."""
-        before = self._before[number]
+        before = self._before[0 if self.unrolled else number]
         memory = Ledger(self.program.device, self.memory.limit, None)
-        memory.cache.sizes, memory.cache.total = before.cached, before.cached_bytes
+        memory.cache.sizes, memory.cache.total = list(before.cached), before.cached_bytes
         if hasattr(memory.queue, "submitted"):
             memory.queue.submitted = memory.queue.executed = before.submitted  # type: ignore[attr-defined]
-        simulation = Simulation(self.program, memory, before.found)
-        recorder = Recorder(self.program, at)
-        recorder.begin(simulation)
-        simulation.run(watch=recorder)
+        graph, steps = self.evaluated(number)
+        recorder = Recorder(graph, steps, at)
+        if self.unrolled is None:
+            simulation = Simulation(self._call(number), memory, before.found)
+            recorder.begin(simulation)
+            simulation.run(watch=recorder)
+            return recorder
+        unrolled = UnrolledSimulation(self.unrolled, memory)
+        for earlier in range(number):
+            unrolled.run(earlier)
+            _submit_nothing(memory, self.between)
+        unrolled.begin(number)
+        recorder.begin(unrolled)
+        unrolled.run(number, recorder)
         return recorder
+
+
+def _submit_nothing(memory: Memory, dispatches: int) -> None:
+    for _ in range(dispatches):
+        memory.queue.submit(0, [], [])
+    memory.synchronize()
 
 
 @dataclass(slots=True)
@@ -84,7 +136,10 @@ def step_peaks(
     memory_limit: int | None = None,
     surroundings: Surroundings = ALONE,
 ) -> list[int]:
-    """The peaks of the first steps of a process, in bytes: what ``simulate`` finds, and nothing else of it."""
+    """The peaks of the first steps of a process, in bytes: what ``simulate`` finds, and nothing else of it.
+
+    At least ``count``, and as many as it takes for the last to be like all that follow.
+    """
     return peaks_and_buffer(program, count, memory_limit=memory_limit, surroundings=surroundings)[0]
 
 
@@ -97,12 +152,14 @@ def peaks_and_buffer(
 ) -> tuple[list[int], int]:
     """``step_peaks``, and the bytes of the largest buffer any of those steps holds."""
     steps = Steps(program, memory_limit, None, surroundings)
-    return [steps.step().peak_bytes for _ in range(count)], steps.largest_buffer
+    peaks = [steps.step().peak_bytes for _ in range(max(count, 1 + steps.settling))]
+    return peaks, steps.largest_buffer
 
 
 def graph_peak(program: Program) -> int:
     """The peak of a step with nothing in flight, in bytes: what the order of evaluation alone needs."""
-    return Steps(program, None, ImmediateQueue(), ALONE).step().peak_bytes
+    steps = Steps(program, None, ImmediateQueue(), ALONE)
+    return [steps.step() for _ in range(1 + steps.settling)][-1].peak_bytes
 
 
 def within_update(programs: Sequence[Program], calls: int, around: Surroundings) -> list[Surroundings]:

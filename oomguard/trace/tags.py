@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -31,10 +32,12 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
-from oomguard.trace.containers import compiled_parts, leaves, map_leaves
+from oomguard.trace.containers import leaves, map_leaves
 from oomguard.trace.experts import SORTED_GATHER
 from oomguard.trace.lower import CROSS_ENTROPY
+from oomguard.trace.places import class_attribute, is_a, methods_of
 from oomguard.trace.rawgraph import dtype_name
+from oomguard.trace.reach import TRANSFORMED, compiled_parts
 
 _FAST = ("cross_entropy", "layer_norm", "rms_norm", "rope", "scaled_dot_product_attention")
 FAST = tuple(name for name in _FAST if hasattr(mx.fast, name))
@@ -522,22 +525,46 @@ def checkpointed_functions() -> list[Any]:
 
     MLX's transformed functions are all of one type. Those that keep nothing but the function they wrap come from
     ``mx.checkpoint``, ``mx.grad`` or ``mx.value_and_grad``; called with nothing, a gradient complains of its own,
-    and the others hand the call on to a function that misses its arguments.
+    and the others hand the call on.
     """
-    return [o for o in gc.get_objects() if type(o).__name__ == "_gc_func" and _is_checkpoint(o)]
+    return [o for o in gc.get_objects() if type(o) is TRANSFORMED and _is_checkpoint(o)]
+
+
+class _HandedOn(Exception):
+    """The call of a transformed function got as far as the function it wraps."""
 
 
 def _is_checkpoint(function: Any) -> bool:
+    """Called with nothing, under a profiler that ends the call before a line of the user's function runs."""
     parts = gc.get_referents(function)
-    if len(parts) != 2 or not hasattr(parts[1], "__code__") or not parts[1].__code__.co_argcount:
+    if len(parts) != 2 or _runs_no_python(parts[1]):
         return False
+    here = sys._getframe()
+
+    def end(frame: types.FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_back is here:
+            raise _HandedOn
+
+    before = sys.getprofile()
+    sys.setprofile(end)
     try:
         function()
-    except TypeError:
+    except (_HandedOn, TypeError):  # a TypeError is that the function misses its arguments
         return True
     except Exception:
         return False
+    finally:
+        sys.setprofile(before)
     return False
+
+
+def _runs_no_python(wrapped: Any) -> bool:
+    """Whether a profiler would not see it begin: it is neither a function nor an object with a ``__call__``."""
+    while is_a(wrapped, types.MethodType, functools.partial):
+        wrapped = wrapped.__func__ if is_a(wrapped, types.MethodType) else wrapped.func
+    return not is_a(wrapped, types.FunctionType) and not is_a(
+        class_attribute(wrapped, "__call__"), types.FunctionType
+    )
 
 
 @contextmanager
@@ -563,9 +590,10 @@ def _nothing_compiles() -> Iterator[None]:
         mx.enable_compile()
 
 
-def transformed_functions() -> list[Any]:
+def transformed_functions(besides: list[Any]) -> list[Any]:
     """Functions that MLX made of others before the capture began: compiled, differentiated, mapped."""
-    return [o for o in gc.get_objects() if type(o).__name__ == "_gc_func"]
+    others = {id(o) for o in besides}
+    return [o for o in gc.get_objects() if type(o) is TRANSFORMED and id(o) not in others]
 
 
 def _everywhere(original: Any, replacement: Any) -> AbstractContextManager[None]:
@@ -578,13 +606,14 @@ def _replaced(objects: dict[int, tuple[Any, Any]]) -> Iterator[None]:
     """Replaces objects, by their ``id``, in every dictionary and closure that refers to them."""
     undo: list[Callable[[], None]] = []
     for referrer in gc.get_referrers(*(pair[0] for pair in objects.values())):
-        if isinstance(referrer, dict):
+        if is_a(referrer, dict):
             # A loop, not a comprehension: that would put an original itself in a closure to be replaced.
-            for key, value in list(referrer.items()):
+            for key, value in list(dict.items(referrer)):
                 if id(value) in objects:
-                    referrer[key] = objects[id(value)][1]
-                    undo.append(functools.partial(referrer.__setitem__, key, value))
-        elif isinstance(referrer, types.CellType) and id(referrer.cell_contents) in objects:
+                    put = functools.partial(methods_of(referrer).__setitem__, referrer, key)
+                    put(objects[id(value)][1])
+                    undo.append(functools.partial(put, value))
+        elif is_a(referrer, types.CellType) and id(referrer.cell_contents) in objects:
             undo.append(functools.partial(setattr, referrer, "cell_contents", referrer.cell_contents))
             referrer.cell_contents = objects[id(referrer.cell_contents)][1]
     try:
