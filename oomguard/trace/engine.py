@@ -57,9 +57,11 @@ def trace(
             mlx-lm's trainer write it; plain or the result of ``mx.compile``. It is called once, on placeholders.
         arguments: what it is called with, arrays in any nesting. Only shapes and dtypes are read.
         state: what the step changes: modules, optimizers, ``mx.random.state``. Where not given, what ``mx.compile``
-            captured, else what the step's closure refers to. All of it is given back as it was.
+            captured, else what the step's closure refers to. All of it is given back as it was. Dictionaries, lists and
+            objects of one's own are understood as well.
         keywords: keyword arguments for the step.
-        evaluate: what is handed to ``mx.eval`` after the step, given what it returned and the state, in order.
+        evaluate: what is handed to ``mx.eval`` after the step, given what it returned and the state, in order. State
+            that it does not need is evaluated by a later step, as MLX does it, and warned of.
         consumed: positions of arguments nobody holds any more while the step is evaluated.
         compiled: simulate with or without ``mx.compile``; by default as the step is.
         device: what runs it: what MLX computes on here if None; ``"cpu"``, ``"metal"``; or another machine by its
