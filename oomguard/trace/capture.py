@@ -108,8 +108,8 @@ def capture(
         arguments: what to call it with, arrays in any nesting of lists, tuples and dictionaries. Only shapes and
             dtypes are read.
         keywords: keyword arguments.
-        state: modules, optimizers (or their ``.state``), ``mx.random.state``, lists of arrays: what the step
-            changes. Where not given, what ``mx.compile`` captured, else what the step's closure refers to.
+        state: modules, optimizers (or their ``.state``), ``mx.random.state``, dictionaries, lists and objects that
+            hold arrays: what the step changes. Where not given, what ``mx.compile`` captured, else what the step's closure refers to.
         evaluate: what the caller hands to ``mx.eval`` afterwards, in which order.
         consumed: positions of arguments the caller does not hold any more when it evaluates (gradients that are
             handed from call to call).
