@@ -109,7 +109,8 @@ def capture(
             dtypes are read.
         keywords: keyword arguments.
         state: modules, optimizers (or their ``.state``), ``mx.random.state``, dictionaries, lists and objects that
-            hold arrays: what the step changes. Where not given, what ``mx.compile`` captured, else what the step's closure refers to.
+            hold arrays: what the step changes. Where not given, what ``mx.compile`` captured, else what the step's
+            closure refers to.
         evaluate: what the caller hands to ``mx.eval`` afterwards, in which order.
         consumed: positions of arguments the caller does not hold any more when it evaluates (gradients that are
             handed from call to call).
