@@ -207,6 +207,7 @@ def _simulated(
     which = updates[number].index(run)
     program = programs[which]
     graph, primitives = calls[which].evaluated(number)
+    simulated_program = calls[which].unrolled or program
     recorder = calls[which].record(number, run.peak_index)
     largest_buffer = max(call.largest_buffer for call in calls)
     waiting = [warning for call in calls for warning in unevaluated_warnings(call, peak)]
@@ -234,8 +235,8 @@ def _simulated(
         backend=program.device.name,
         compiled=compiled,
         order=order if order is not None and order.worth_saying else None,
-        unknown=program.unknown,
-        warnings=list(dict.fromkeys([*warnings, *waiting, *_unknown_warnings(program)])),
+        unknown=simulated_program.unknown,
+        warnings=list(dict.fromkeys([*warnings, *waiting, *_unknown_warnings(simulated_program)])),
     )
 
 
