@@ -319,6 +319,29 @@ def build():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+OWN_OPTIMIZER = {
+    "build": "own_optimizer",
+    "build_made": "own_optimizer_made",
+    "build_dict": "own_optimizer_by_its_dictionary",
+    "build_property": "own_optimizer_by_its_property",
+}
+
+
+@pytest.mark.parametrize("function", OWN_OPTIMIZER)
+def test_optimizer_of_one_s_own_is_traced_from_the_command_line(function: str, tmp_path: Path) -> None:
+    name = OWN_OPTIMIZER[function]
+    tests = str(Path(state_steps.__file__).parent)
+    (tmp_path / "own_optimizer_object.py").write_text(
+        f"import sys\nsys.path.append({tests!r})\nimport state_steps\n"
+        f"def {function}():\n    built = state_steps.{name}()\n    return built.step, built.arguments, built.state\n"
+    )
+    target = f"own_optimizer_object.py:{function}"
+    command = [sys.executable, "-m", "oomguard", "trace", target, "--device", "cpu", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["peak_bytes"] == pytest.approx(MEASURED[name], rel=0.001)
+
+
 CALLED: list[str] = []
 
 

@@ -58,9 +58,11 @@ def trace(
             mlx-lm's trainer write it; plain or the result of ``mx.compile``. It is called once, on placeholders.
         arguments: what it is called with, arrays in any nesting. Only shapes and dtypes are read.
         state: what the step changes: modules, optimizers, ``mx.random.state``. Where not given, what ``mx.compile``
-            captured, else what the step's closure refers to. All of it is given back as it was.
+            captured, else what the step's closure refers to. All of it is given back as it was. Dictionaries, lists and
+            objects of one's own are understood as well.
         keywords: keyword arguments for the step.
-        evaluate: what is handed to ``mx.eval`` after the step, given what it returned and the state, in order.
+        evaluate: what is handed to ``mx.eval`` after the step, given what it returned and the state, in order. State
+            that it does not need is evaluated by a later step, as MLX does it, and warned of.
         consumed: positions of arguments nobody holds any more while the step is evaluated.
         compiled: simulate with or without ``mx.compile``; by default as the step is.
         device: what runs it: what MLX computes on here if None; ``"cpu"``, ``"metal"``; or another machine by its
@@ -205,6 +207,7 @@ def _simulated(
     which = updates[number].index(run)
     program = programs[which]
     graph, primitives = calls[which].evaluated(number)
+    simulated_program = calls[which].unrolled or program
     recorder = calls[which].record(number, run.peak_index)
     largest_buffer = max(call.largest_buffer for call in calls)
     limit, waited = calls[0].memory.limit, any(call.memory.waited_at_limit for call in calls)
@@ -238,13 +241,13 @@ def _simulated(
         waited_at_limit=waited,
         largest_allowed_bytes=allowed,
         order=order if order is not None and order.worth_saying else None,
-        unknown=program.unknown,
+        unknown=simulated_program.unknown,
         warnings=list(
             dict.fromkeys(
                 [
                     *warnings,
                     *waiting,
-                    *_unknown_warnings(program),
+                    *_unknown_warnings(simulated_program),
                     *_buffer_warnings(largest_buffer, allowed, spans),
                 ]
             )

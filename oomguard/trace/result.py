@@ -112,8 +112,8 @@ class TraceResult:
     Attributes:
         peak_bytes: of active memory, as ``mx.get_peak_memory`` gives it, in the steady state.
         low_bytes, high_bytes: the least and most over some steps; they differ in what is in flight.
-        first_peak_bytes: of the first step after the state was created. A process that must first compile its
-            fused kernels stays below it: meanwhile the queue runs empty.
+        first_peak_bytes: of the first step: the one that creates the state, where the step does so itself. A process
+            that must first compile its fused kernels stays below it: meanwhile the queue runs empty.
         sequenced_peak_bytes: with the memory limit at 0: nearly nothing in flight.
         graph_peak_bytes: with nothing in flight at all: what the order of evaluation alone needs.
         state_bytes: active before the step: parameters, optimizer state, batch.
