@@ -54,14 +54,14 @@ def compile_graph(graph: Graph, fusion: Fusion = NEWEST) -> None:
     held = tape(graph)
     run(held)
     _Kernels(held, fusion).run()
-    held.write_back()
+    held.write_back("merging equal primitives and fusing kernels")
 
 
 def fuse(graph: Graph, fusion: Fusion = NEWEST) -> None:
     """Fuses a graph in place, without simplifying it first."""
     held = tape(graph)
     _Kernels(held, fusion).run()
-    held.write_back()
+    held.write_back("fusing kernels")
 
 
 @dataclass(slots=True)

@@ -32,6 +32,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
+from oomguard.errors import TraceError
+
 Kind = Literal["parameter", "optimizer", "batch", "state", "constant", "intermediate"]
 Phase = Literal["forward", "recompute", "backward", "update"]
 Shape = tuple[int, ...]
@@ -141,6 +143,23 @@ class Evaluation:
 
     outputs: list[int]
     held: set[int] = field(default_factory=set)
+
+
+SHOWN_IN_A_CYCLE = 6
+"""Members of a cycle that its message names; the rest are counted."""
+
+
+class CycleError(TraceError, ValueError):
+    """A rewrite left something that needs itself; the text says which rewrite, and what needs what."""
+
+    @classmethod
+    def of(cls, rewrite: str, members: Sequence[str]) -> CycleError:
+        """``members`` in order, each needing the next, and the last one the first."""
+        named = [*members[:SHOWN_IN_A_CYCLE]]
+        if len(members) > SHOWN_IN_A_CYCLE:
+            named.append(f"{len(members) - SHOWN_IN_A_CYCLE} more")
+        chain = " -> ".join([*named, members[0]])
+        return cls(f"{rewrite} made a cycle in the graph ({chain}); please report it with the step")
 
 
 class Graph:
@@ -317,19 +336,30 @@ class Graph:
             assert node.inputs[position] == old
             node.inputs[position] = new
 
-    def replace_all(self, mapping: dict[int, int]) -> None:
-        """Replaces many arrays everywhere, following chains (a to b, b to c). The old producers stay."""
+    def replace_all(self, mapping: dict[int, int], rewrite: str = "replacing arrays") -> None:
+        """Replaces many arrays everywhere, following chains (a to b, b to c). The old producers stay.
+
+        Args:
+            mapping: what stands for an array from now on.
+            rewrite: what is being done, for the message of an error.
+
+        Raises:
+            CycleError: a chain ends where it began, so nothing is left to stand for its arrays.
+        """
         if not mapping:
             return
-        final = _followed(mapping)
+        final = self._followed(mapping, rewrite)
         get = final.get
         for node in self.nodes:
             node.inputs = [get(i, i) for i in node.inputs]
-        self.redirect(final)
+        self._redirect(final)
 
-    def redirect(self, mapping: dict[int, int]) -> None:
+    def redirect(self, mapping: dict[int, int], rewrite: str = "replacing arrays") -> None:
         """``replace_all`` for all but the nodes, which read the new arrays already."""
-        get = _followed(mapping).get
+        self._redirect(self._followed(mapping, rewrite))
+
+    def _redirect(self, final: dict[int, int]) -> None:
+        get = final.get
         self.function_outputs = [get(i, i) for i in self.function_outputs]
         self.carries = {before: get(after, after) for before, after in self.carries.items()}
         for evaluation in self.evaluations:
@@ -340,6 +370,31 @@ class Graph:
             region.outputs = [get(i, i) for i in region.outputs]
             region.cotangents = [i if i is None else get(i, i) for i in region.cotangents]
             region.gradients = [i if i is None else get(i, i) for i in region.gradients]
+
+    def _followed(self, mapping: dict[int, int], rewrite: str) -> dict[int, int]:
+        """The mapping with chains (a to b, b to c) followed to their ends, each looked at once."""
+        final: dict[int, int] = {}
+        for start in mapping:
+            path: dict[int, None] = {}  # in order
+            end = start
+            while end in mapping and end not in final:
+                if end in path:
+                    members = list(path)
+                    raise CycleError.of(rewrite, [self._say(i) for i in members[members.index(end) :]])
+                path[end] = None
+                end = mapping[end]
+            end = final.get(end, end)
+            final.update(dict.fromkeys(path, end))
+        return final
+
+    def _say(self, i: int) -> str:
+        """An array in words, by what makes it and where."""
+        array = self.arrays[i]
+        node = array.producer
+        if node is None:
+            return f"{array.kind} {array.name or f'array {i}'}"
+        block = f", block {node.block}" if node.block >= 0 else ""
+        return f"{node.primitive} ({node.phase}{block}{f', {node.scope}' if node.scope else ''})"
 
     def clone(
         self, nodes: Iterable[Node], substitute: dict[int, int], phase: Phase | None = None
@@ -397,11 +452,14 @@ class Graph:
         self.nodes = kept
         return removed
 
-    def sort(self) -> None:
+    def sort(self, rewrite: str = "a rewrite") -> None:
         """Restores topological order, moving a node only after what it reads (stable, linear).
 
+        Args:
+            rewrite: what was done to the graph, for the message of an error.
+
         Raises:
-            ValueError: the graph has a cycle.
+            CycleError: the graph has a cycle.
         """
         arrays = self.arrays
         state: dict[int, int] = {}
@@ -420,7 +478,9 @@ class Graph:
                     if producer is None or state.get(id(producer)) == 2:
                         continue
                     if state.get(id(producer)) == 1:
-                        raise ValueError(f"cycle in the graph through {producer.primitive}")
+                        above = [node.outputs[0] for node, _ in stack] + [node.outputs[0]]
+                        members = above[above.index(producer.outputs[0]) :]
+                        raise CycleError.of(rewrite, [self._say(i) for i in members])
                     stack.append((node, position))
                     state[id(producer)] = 1
                     stack.append((producer, 0))
@@ -500,18 +560,3 @@ class Graph:
         if len(self.nodes) > limit:
             lines.append(f"... {len(self.nodes) - limit} more")
         return "\n".join(lines)
-
-
-def _followed(mapping: dict[int, int]) -> dict[int, int]:
-    """The mapping with chains (a to b, b to c) followed to their ends, each looked at once."""
-    final: dict[int, int] = {}
-    for start in mapping:
-        path = []
-        end = start
-        while end in mapping and end not in final:
-            path.append(end)
-            end = mapping[end]
-        end = final.get(end, end)
-        for i in path:
-            final[i] = end
-    return final
