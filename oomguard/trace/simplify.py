@@ -96,7 +96,9 @@ class Tape:
                     if arrays[o].producer is node:
                         arrays[o].producer = None
         graph.nodes = nodes
-        graph.redirect(self.moved, rewrite)
+        # What the function returns is made all the same, though its readers may read its double.
+        returned = set(self.outputs)
+        graph.redirect({gone: into for gone, into in self.moved.items() if gone not in returned}, rewrite)
         graph.sort(rewrite)
 
 
