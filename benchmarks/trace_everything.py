@@ -183,7 +183,9 @@ def summary(rows: Sequence[Row]) -> list[str]:
     """How many were traced, and why policies were refused."""
     failed = [row for row in rows if row[FAILED]]
     traces = sum(len(row["peaks"]) for row in rows)
-    said = [f"# {traces} traces of {len({row['subject'] for row in rows})} subjects; {len(failed)} rows failed"]
+    said = [
+        f"# {traces} traces of {len({row['subject'] for row in rows})} subjects; {len(failed)} rows failed"
+    ]
     reasons = Counter(text for row in rows for text in row[REFUSED].values())
     return said + [f"# refused {count} times: {text}" for text, count in reasons.most_common()]
 
@@ -204,7 +206,9 @@ def heading() -> list[str]:
         f"# {provenance.machine()}; {provenance.system()}; MLX {provenance.mlx_version()}",
         f"# commit {provenance.commit()}, {provenance.now()}; python benchmarks/trace_everything.py",
         "# peaks in MiB; - is a policy that the step refuses, or that it has already",
-        LAYOUT.format("subject", "backend", AS_WRITTEN, *(name.replace("attention", "attn") for name in POLICIES)),
+        LAYOUT.format(
+            "subject", "backend", AS_WRITTEN, *(name.replace("attention", "attn") for name in POLICIES)
+        ),
     ]
 
 
@@ -227,7 +231,9 @@ def everything(resume: bool) -> int:
 def some(work: dict[str, list[str]]) -> int:
     """Traces a part, and prints it."""
     rows = [row for found in run_all(work) for row in found]
-    print("\n".join([*heading(), *map(line, sorted(rows, key=lambda row: str(row["subject"]))), *summary(rows)]))
+    print(
+        "\n".join([*heading(), *map(line, sorted(rows, key=lambda row: str(row["subject"]))), *summary(rows)])
+    )
     return 1 if any(row[FAILED] for row in rows) else 0
 
 

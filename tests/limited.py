@@ -1,4 +1,4 @@
-"""The command line in a process that may take neither much memory nor long: a runaway fails its test, not the machine."""
+"""The command line in a process that may take little memory and little time: a runaway fails its test alone."""
 
 from __future__ import annotations
 
