@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from oomguard.errors import OomguardError
@@ -94,17 +94,16 @@ def held_bytes() -> int:
 class Watch(threading.Thread):
     """The thread that looks. ``message`` is what there is to say once it found too much."""
 
-    def __init__(self, allowed: int, held: Callable[[], int] = held_bytes) -> None:
+    def __init__(self, allowed: int) -> None:
         super().__init__(name="oomguard-own-memory", daemon=True)
         self.message = ""
         self._allowed = allowed
-        self._held = held
         self._watched = threading.get_ident()
         self._over = threading.Event()
 
     def run(self) -> None:
         while not self._over.wait(POLL_SECONDS):
-            held = self._held()
+            held = held_bytes()
             if held > self._allowed:
                 self._end(held)
                 return

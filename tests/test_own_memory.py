@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from limited import run_limited
 from oomguard import own_memory
 from oomguard.errors import InputError
 from oomguard.machine import Memory
-from oomguard.own_memory import OwnMemoryError, Watch, allowed_bytes, held_bytes, watched
+from oomguard.own_memory import OwnMemoryError, allowed_bytes, held_bytes, watched
 from oomguard.units import GIB, MIB
 
 HOGS = {
@@ -67,32 +70,34 @@ def test_memory_held_is_what_was_written() -> None:
     assert held_bytes() - before == pytest.approx(64 * MIB, rel=0.1)
 
 
-def test_message_names_the_figures_and_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def hold_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_memory, "allowed_bytes", lambda: 6 * GIB)
     monkeypatch.setattr(own_memory, "held_bytes", lambda: 7 * GIB)
-    monkeypatch.setattr(Watch.__init__, "__defaults__", (lambda: 7 * GIB,))
-    with pytest.raises(
-        OwnMemoryError, match=r"held 7\.0 GiB, more than 6\.0 GiB, 50% of the memory that was free"
-    ):
-        with watched():
-            time.sleep(0)
-            while True:
-                time.sleep(0.001)
 
 
-def test_interrupt_that_something_swallowed_is_raised_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Watch.__init__, "__defaults__", (lambda: 1 << 62,))
-    with pytest.raises(OwnMemoryError), watched():
-        try:
-            while True:
-                time.sleep(0.001)
-        except BaseException:  # noqa: S110
-            pass
+def sleep_watched() -> None:
+    with watched():
+        while True:
+            time.sleep(0.001)
+
+
+def sleep_watched_and_deaf() -> None:
+    with watched(), contextlib.suppress(BaseException):
+        while True:
+            time.sleep(0.001)
+
+
+@pytest.mark.parametrize("sleep", [sleep_watched, sleep_watched_and_deaf])
+def test_message_names_the_figures_and_the_share(
+    monkeypatch: pytest.MonkeyPatch, sleep: Callable[[], None]
+) -> None:
+    hold_too_much(monkeypatch)
+    said = r"held 7\.0 GiB, more than 6\.0 GiB, 50% of the memory that was free"
+    with pytest.raises(OwnMemoryError, match=said):
+        sleep()
 
 
 def test_watch_is_over_when_its_block_is() -> None:
-    import threading
-
     before = threading.active_count()
     with watched():
         assert threading.active_count() == before + 1
