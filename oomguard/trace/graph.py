@@ -68,6 +68,7 @@ class Array:
     ``state`` of the caller (random keys, running sums), a ``constant`` made inside the step, or an
     ``intermediate``. ``name`` is the module path of a parameter, or for an intermediate the module whose
     output it is. ``value`` is what a scalar constant holds, where known: equal scalars are merged by it.
+    ``count`` is how many alike arrays it stands for; more than one only where nothing reads it.
     """
 
     id: int
@@ -79,6 +80,7 @@ class Array:
     producer: Node | None = None
     position: int = 0
     value: float | int | bool | None = None
+    count: int = 1
 
     @property
     def size(self) -> int:
@@ -198,10 +200,18 @@ class Graph:
         return number
 
     def input(
-        self, shape: Sequence[int], dtype: str = "float32", *, kind: Kind = "batch", name: str | None = None
+        self,
+        shape: Sequence[int],
+        dtype: str = "float32",
+        *,
+        kind: Kind = "batch",
+        name: str | None = None,
+        count: int = 1,
     ) -> int:
-        """Adds what the step is given: a batch unless ``kind`` says otherwise."""
-        return self.array(shape, dtype, kind, name=name)
+        """Adds what the step is given: a batch unless ``kind`` says otherwise; ``count`` of them, if more."""
+        number = self.array(shape, dtype, kind, name=name)
+        self.arrays[number].count = count
+        return number
 
     def parameter(self, shape: Sequence[int], dtype: str = "float32", *, name: str | None = None) -> int:
         """Adds a parameter of the model."""
@@ -494,7 +504,7 @@ class Graph:
         """A graph that shares nothing with this one that can be changed."""
         other = Graph()
         other.arrays = [
-            Array(a.id, a.shape, a.dtype, a.kind, a.name, a.block, None, a.position, a.value)
+            Array(a.id, a.shape, a.dtype, a.kind, a.name, a.block, None, a.position, a.value, a.count)
             for a in self.arrays
         ]
         for n in self.nodes:

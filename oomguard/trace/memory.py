@@ -372,12 +372,16 @@ class Simulation:
         self.references = program.references[:]
         self.layout: list[Layout] = [None] * len(arrays)  # type: ignore[list-item]
         self.buffer = [-1] * len(arrays)
+        self._alike: dict[int, int] = {}
         found = found or {}
         for array in arrays:
             if array.producer is None and self.references[array.id]:
                 layout, size = found.get(array.id) or (row_major(array.shape), array.nbytes)
                 self.layout[array.id] = layout
-                self.buffer[array.id] = memory.adopt(memory.device.rounding(size))
+                # Arrays that nothing reads and that are alike lie in one buffer here, and in as many in truth.
+                self.buffer[array.id] = memory.adopt(memory.device.rounding(size) * array.count)
+                if array.count > 1:
+                    self._alike[self.buffer[array.id]] = array.count
 
     def run(self, number: int = 0, watch: Watcher | None = None) -> Run:
         """Runs one of the program's evaluations."""
@@ -449,6 +453,12 @@ class Simulation:
         for o in step.outputs:
             if not references[o]:
                 memory.drop_array(buffer[o])
+
+    @property
+    def largest_buffer(self) -> int:
+        """Bytes of the largest buffer there was."""
+        alike = self._alike
+        return max((size // alike.get(b, 1) for b, size in enumerate(self.memory.size)), default=0)
 
     def found(self, carries: dict[int, int]) -> dict[int, tuple[Layout, int]]:
         """How the next step finds its inputs.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from oomguard.trace.layout import Layout
 from oomguard.trace.ledger import Ledger, Recorder
-from oomguard.trace.memory import ImmediateQueue, Memory, Program, Queue, Run, Simulation
+from oomguard.trace.memory import DispatchQueue, ImmediateQueue, Memory, Program, Queue, Run, Simulation
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,15 @@ class Steps:
         run = simulation.run()
         self._found = simulation.found(self.program.graph.carries)
         self._count(self.between)
-        self.largest_buffer = max(self.largest_buffer, max(memory.size, default=0))
+        self.largest_buffer = max(self.largest_buffer, simulation.largest_buffer)
         return run
 
     def _count(self, dispatches: int) -> None:
         """Lets the queue have counted further, as it does in evaluations that are not simulated."""
-        for _ in range(dispatches):
-            self.memory.queue.submit(0, [], [])
         self.memory.synchronize()
+        queue = self.memory.queue
+        if isinstance(queue, DispatchQueue):  # the others begin anew with every evaluation
+            queue.submitted = queue.executed = queue.submitted + dispatches
 
     def record(self, number: int, at: int) -> Recorder:
         """Simulates one of the steps again, and keeps whose the bytes are."""
