@@ -245,9 +245,7 @@ def _step_function(
     return train_step
 
 
-def _random_batch(
-    model: ModelConfig, step: StepConfig, seed: int, *, repeated: bool
-) -> Sequence[MicroBatch]:
+def _random_batch(model: ModelConfig, step: StepConfig, seed: int, *, repeated: bool) -> Sequence[MicroBatch]:
     """Random tokens and targets; drawn from a key of their own, so that they disturb no random state.
 
     Args:
@@ -257,7 +255,8 @@ def _random_batch(
     count = min(step.accumulate, MANY) if repeated else step.accumulate
     keys = mx.random.split(mx.random.key(seed), 2 * count)
     shape = (step.batch, step.seq_len)
-    draws = [mx.random.randint(0, model.vocab_size, shape, mx.int32, key=key) for key in islice(keys, 4 if repeated else None)]
+    drawn = islice(keys, 4 if repeated else None)
+    draws = [mx.random.randint(0, model.vocab_size, shape, mx.int32, key=key) for key in drawn]
     batch = list(zip(draws[0::2], draws[1::2], strict=True))
     return Repeated(batch[0], batch[1], batch[1], step.accumulate) if repeated else batch
 

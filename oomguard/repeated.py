@@ -11,15 +11,15 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Repeated(Sequence[Item], Generic[Item]):
-    """``count`` items, three at least: the first, alike ones ``between``, and the last."""
+    """``total`` items, three at least: the first, alike ones ``between``, and the last."""
 
     first: Item
     between: Item
     last: Item
-    count: int
+    total: int
 
     def __len__(self) -> int:
-        return self.count
+        return self.total
 
     @overload
     def __getitem__(self, index: int) -> Item: ...
@@ -29,14 +29,14 @@ class Repeated(Sequence[Item], Generic[Item]):
 
     def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
         if isinstance(index, slice):
-            return [self[i] for i in range(self.count)[index]]
-        position = range(self.count)[index]
+            return [self[i] for i in range(self.total)[index]]
+        position = range(self.total)[index]
         if position == 0:
             return self.first
-        return self.last if position == self.count - 1 else self.between
+        return self.last if position == self.total - 1 else self.between
 
     def kinds(self) -> Iterator[tuple[int, Item, int]]:
         """Each kind once: the position of its first item, the item, and how many there are."""
         yield 0, self.first, 1
-        yield 1, self.between, self.count - 2
-        yield self.count - 1, self.last, 1
+        yield 1, self.between, self.total - 2
+        yield self.total - 1, self.last, 1

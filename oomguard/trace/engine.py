@@ -290,7 +290,8 @@ def _holder(graph: Graph, owner: Owner, nbytes: int, category: str) -> Holder:
     array = graph.arrays[owner.array]
     name = array.name or owner.scope
     block = array.block if array.block >= 0 else owner.block
-    return Holder(name, nbytes, category, owner.phase, block, owner.primitive, array.shape, array.dtype)
+    shape, dtype = array.shape, array.dtype
+    return Holder(name, nbytes, category, owner.phase, block, owner.primitive, shape, dtype, array.count)
 
 
 def _breakdown(holders: list[Holder]) -> dict[str, int]:
