@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from oomguard.errors import OomguardError
+from oomguard.errors import OwnMemoryError
 from oomguard.machine import container_bytes, memory
 from oomguard.units import format_bytes, parse_bytes
 
@@ -27,10 +28,6 @@ ALLOWS = "OOMGUARD_OWN_MEMORY"
 POLL_SECONDS = 0.05  # a process that writes memory as fast as it can takes some 100 MiB in that time
 GRACE_SECONDS = 2.0  # to end in order; then the process ends as it is
 ENDED = 2
-
-
-class OwnMemoryError(OomguardError):
-    """oomguard itself took more memory than it may."""
 
 
 class _TooMuch(BaseException):
@@ -75,10 +72,20 @@ def allowed_bytes() -> int:
 
 
 def free_bytes() -> int:
-    """Memory that can be had without swapping, within a container's limit."""
-    container = container_bytes()
-    free = memory().free_bytes
-    return free if container is None else min(free, container)
+    """Memory that can be had without swapping, within the limits of a container and of the shell."""
+    bounds = (memory().free_bytes, container_bytes(), _addresses_left())
+    return min(bound for bound in bounds if bound is not None)
+
+
+def _addresses_left() -> int | None:
+    """What ``ulimit -v`` leaves, None where it sets no limit: memory that is refused ends MLX with an abort."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    with contextlib.suppress(OSError):
+        pages = Path("/proc/self/statm").read_bytes().split()[0]
+        return max(0, limit - int(pages) * os.sysconf("SC_PAGE_SIZE"))
+    return limit
 
 
 def held_bytes() -> int:

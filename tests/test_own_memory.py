@@ -14,9 +14,9 @@ import pytest
 from limited import run_limited
 
 from oomguard import own_memory
-from oomguard.errors import InputError
+from oomguard.errors import InputError, OwnMemoryError
 from oomguard.machine import Memory
-from oomguard.own_memory import OwnMemoryError, allowed_bytes, held_bytes, watched
+from oomguard.own_memory import allowed_bytes, held_bytes, watched
 from oomguard.units import GIB, MIB
 
 HOGS = {

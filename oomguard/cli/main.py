@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from oomguard.errors import InputError, OomguardError
+from oomguard.errors import InputError, OomguardError, OwnMemoryError
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -136,6 +136,8 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.stdout.flush()
     except Exception as error:
         status = _explain(error, _command_path(given))
+        if isinstance(error, OwnMemoryError):
+            os._exit(status)  # what is held goes back at once; giving back millions of arrays takes seconds
     except KeyboardInterrupt:
         click.echo("\nstopped", err=True)
         status = INTERRUPTED

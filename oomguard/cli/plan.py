@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,7 @@ def command(
     from oomguard.planner import plan
 
     model = chosen_model(preset, config)
-    with waiting("simulating steps") if settings["engine"] != "estimate" else contextlib.nullcontext():
+    with waiting("planning" if settings["engine"] == "estimate" else "simulating steps"):
         found = plan(model, seq_len=ctx_tokens, clip_norm=clip, **settings)
     if as_json:
         from oomguard.report.as_json import plan_json
