@@ -75,7 +75,8 @@ def command(
     from oomguard.planner import plan
 
     model = chosen_model(preset, config)
-    with waiting("planning" if settings["engine"] == "estimate" else "simulating steps"):
+    simulates = settings["engine"] != "estimate"
+    with waiting("simulating steps" if simulates else "planning", at_once=simulates):
         found = plan(model, seq_len=ctx_tokens, clip_norm=clip, **settings)
     if as_json:
         from oomguard.report.as_json import plan_json

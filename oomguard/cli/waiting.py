@@ -13,20 +13,19 @@ import click
 from oomguard.errors import TraceError
 from oomguard.units import format_seconds
 
-
 QUIET_SECONDS = 10.0
 
 
 @contextlib.contextmanager
-def waiting(what: str) -> Iterator[None]:
+def waiting(what: str, *, at_once: bool = True) -> Iterator[None]:
     """Shows ``what`` on stderr, and how long it has taken; what a user's step prints is no part of a report.
 
-    On a terminal at once; elsewhere in a line after ``QUIET_SECONDS``, and after twice as long each time.
+    On a terminal ``at_once``; else in a line after ``QUIET_SECONDS``, and after twice as long each time.
 
     Raises:
         TraceError: as raised inside, in one line; what a user's step raised may be several.
     """
-    shown = _status(what) if sys.stderr.isatty() else _lines(what)
+    shown = _status(what) if at_once and sys.stderr.isatty() else _lines(what)
     with contextlib.redirect_stdout(sys.stderr), shown:
         try:
             yield
