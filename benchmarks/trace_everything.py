@@ -59,6 +59,7 @@ SUBJECTS = (*(f"preset:{name}" for name in presets()), *CASES)
 SMALL = {"head": 16, "context": 64, "batch": 2}
 
 AS_WRITTEN = "as written"
+ALL_POLICIES = "policies"
 FAILED, REFUSED = "failed", "refused"
 LAYOUT = "{:34} {:15}" + " {:>10}" * (1 + len(POLICIES))
 
@@ -103,7 +104,7 @@ def traced(subject: str, target: str) -> Row:
         row["peaks"][AS_WRITTEN] = trace_built(built(subject), device=device).peak_bytes
     if subject in CASES and CASES[subject].training.checkpoint != "none":
         return row  # under another policy it is the case without its own
-    with _told(row, "capture"):
+    with _told(row, ALL_POLICIES):
         policies = Policies.of_built(built(subject), device=device)
         for name in POLICIES:
             with _told(row, name):
@@ -119,14 +120,14 @@ def _policy(name: str) -> Any:
 
 @contextlib.contextmanager
 def _told(row: Row, name: str) -> Iterator[None]:
-    """Keeps what is raised: a policy that a step refuses is no failure, anything else is."""
+    """Keeps what is raised: that a step refuses a policy, or all of them, is no failure; anything else is."""
     from oomguard.errors import TraceError
     from oomguard.trace.graph import CycleError
 
     try:
         yield
     except Exception as error:
-        refused = isinstance(error, TraceError) and not isinstance(error, CycleError) and name in POLICIES
+        refused = isinstance(error, TraceError) and not isinstance(error, CycleError) and name != AS_WRITTEN
         row[REFUSED if refused else FAILED][name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
