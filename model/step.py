@@ -6,8 +6,9 @@ place, compiled with their state as inputs and outputs, and one ``mx.eval(state,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, cast
 
 import mlx.core as mx
@@ -19,6 +20,7 @@ from oomguard.config import ModelConfig, StepConfig, check_seq_len
 from oomguard.inventory import Backend, Inventory
 from oomguard.model.checkpoint import CheckpointHandle, checkpoint_layers
 from oomguard.model.gpt import GPT
+from oomguard.repeated import Repeated
 
 MicroBatch = tuple[mx.array, mx.array]
 """Inputs and targets, int32, (batch, seq_len) each."""
@@ -33,6 +35,7 @@ MUON_ADAMW_SHARE = 0.05
 # gradient yet (an unseen byte) would become 0 / 0.
 HALF_EPS = 1e-5
 HALF_SQUARE_EPS = 1e-6
+MANY = 32  # micro-batches; MLX takes the rows of a short array in another way than those of a longer one
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class BuiltStep:
             gradients)``: the losses of all micro-batches summed, their gradients added to ``gradients`` (None
             for none yet); with ``update`` the sum is averaged and applied, and None comes back in its place.
         compiled: ``plain`` under ``mx.compile``, or None when the step is not compiled.
-        batch: ``step.accumulate`` micro-batches of the step's shape.
+        batch: ``step.accumulate`` micro-batches of the step's shape; in a step that was built without being
+            evaluated, those after the first are one and the same.
     """
 
     config: ModelConfig
@@ -71,7 +75,7 @@ class BuiltStep:
     plain: StepFunction
     compiled: StepFunction | None
     loss: Callable[[mx.array, mx.array], mx.array]
-    batch: list[MicroBatch]
+    batch: Sequence[MicroBatch]
     _validation: Callable[[mx.array, mx.array], mx.array] = field(repr=False)
 
     @property
@@ -85,14 +89,17 @@ class BuiltStep:
         rate: mx.array = self.optimizer.learning_rate
         return rate
 
-    def graphs(self, batch: list[MicroBatch] | None = None) -> list[tuple[list[MicroBatch], bool]]:
+    def graphs(self, batch: Sequence[MicroBatch] | None = None) -> Sequence[tuple[list[MicroBatch], bool]]:
         """The calls one update makes, as (micro-batches, update): one, or one a micro-batch."""
         batch = self.batch if batch is None else batch
         if not self.step.evaluate_micro_steps:
-            return [(batch, True)]
+            return [(list(batch), True)]
+        if isinstance(batch, Repeated):
+            first, between, last = [batch.first], [batch.between], [batch.last]
+            return Repeated((first, False), (between, False), (last, True), len(batch))
         return [([micro_batch], i == len(batch) - 1) for i, micro_batch in enumerate(batch)]
 
-    def run(self, batch: list[MicroBatch] | None = None) -> mx.array:
+    def run(self, batch: Sequence[MicroBatch] | None = None) -> mx.array:
         """One update, evaluated; the mean loss over its micro-batches, a float32 scalar."""
         total: mx.array | None = None
         gradients: Gradients = None
@@ -129,7 +136,7 @@ def build_step(
         step: the settings that decide the peak.
         seed: of parameters, batch and dropout; sets the global random state.
         evaluated: whether parameters, optimizer state and batch are evaluated. Without, nothing takes memory
-            and a step of any size can be captured.
+            and a step of any size can be captured; of micro-batches that are evaluated one by one, two exist.
         recipe: learning rate, clipping norm and weight decay.
 
     Raises:
@@ -147,7 +154,7 @@ def build_step(
     optimizer.init(module.trainable_parameters())
     module.train()
     state = [module.state, optimizer.state, mx.random.state]
-    batch = _random_batch(model, step, seed)
+    batch = _random_batch(model, step, seed, repeated=not evaluated and step.evaluate_micro_steps)
     if evaluated:
         mx.eval(state, batch)
     loss = _loss_of(module)
@@ -238,12 +245,20 @@ def _step_function(
     return train_step
 
 
-def _random_batch(model: ModelConfig, step: StepConfig, seed: int) -> list[MicroBatch]:
-    """Random tokens and targets; drawn from a key of their own, so that they disturb no random state."""
-    keys = mx.random.split(mx.random.key(seed), 2 * step.accumulate)
+def _random_batch(model: ModelConfig, step: StepConfig, seed: int, *, repeated: bool) -> Sequence[MicroBatch]:
+    """Random tokens and targets; drawn from a key of their own, so that they disturb no random state.
+
+    Args:
+        repeated: nobody will run them; more than two are the first, and the second again and again.
+    """
+    repeated = repeated and step.accumulate > 2
+    count = min(step.accumulate, MANY) if repeated else step.accumulate
+    keys = mx.random.split(mx.random.key(seed), 2 * count)
     shape = (step.batch, step.seq_len)
-    draws = [mx.random.randint(0, model.vocab_size, shape, mx.int32, key=key) for key in keys]
-    return list(zip(draws[0::2], draws[1::2], strict=True))
+    drawn = islice(keys, 4 if repeated else None)
+    draws = [mx.random.randint(0, model.vocab_size, shape, mx.int32, key=key) for key in drawn]
+    batch = list(zip(draws[0::2], draws[1::2], strict=True))
+    return Repeated(batch[0], batch[1], batch[1], step.accumulate) if repeated else batch
 
 
 def mlx_backend() -> Backend:

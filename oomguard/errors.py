@@ -11,6 +11,10 @@ class InputError(OomguardError, ValueError):
     """A wrong option, file or value. The command line prints it and exits with status 2."""
 
 
+class OwnMemoryError(OomguardError):
+    """oomguard itself took more memory than it may; the text says how much, and of what."""
+
+
 class MeasureError(OomguardError, RuntimeError):
     """A measured child process did not give a row; the text says how it ended."""
 

@@ -21,6 +21,7 @@ from oomguard.config import (
     ModelConfig,
     StepConfig,
     check_seq_len,
+    divisors,
     first_problem,
 )
 from oomguard.device import Device, find_device
@@ -298,8 +299,7 @@ def check_request(request: Request) -> None:
         return
     for name, value in (("batch", batch), ("accumulate", accumulate)):
         if value is not None and target % value:
-            near = [n for n in range(1, target + 1) if target % n == 0]
-            near = sorted(near, key=lambda n: abs(n - value))[:2]
+            near = sorted(divisors(target), key=lambda n: abs(n - value))[:2]
             raise InputError(
                 f"{name} {value} does not divide the target batch {target}; "
                 f"{' or '.join(str(n) for n in sorted(near))} would"

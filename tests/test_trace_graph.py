@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from oomguard.trace.graph import Graph, Node, Region
+from oomguard.errors import TraceError
+from oomguard.trace.graph import CycleError, Graph, Node, Region
 
 
 def chain() -> tuple[Graph, int, int, int]:
@@ -83,6 +84,45 @@ def test_sort_names_a_cycle() -> None:
     graph.nodes[0].inputs[0] = c
     with pytest.raises(ValueError, match="cycle"):
         graph.sort()
+
+
+def test_sort_says_what_made_a_cycle_and_what_is_in_it() -> None:
+    graph, _, b, _ = chain()
+    graph.nodes[0].inputs[0] = b
+    graph.nodes[1].scope, graph.nodes[1].block = "layers.3.mlp", 3
+    with pytest.raises(TraceError) as raised:
+        graph.sort("recomputing blocks [3]")
+    assert str(raised.value).startswith("recomputing blocks [3] made a cycle in the graph (")
+    assert "Exp (forward) -> Sin (forward, block 3, layers.3.mlp) -> Exp (forward)" in str(raised.value)
+    assert "Cos" not in str(raised.value)
+
+
+def test_sort_finds_a_primitive_that_reads_itself() -> None:
+    graph, a, *_ = chain()
+    graph.nodes[0].inputs[0] = a
+    with pytest.raises(CycleError, match=r"\(Exp \(forward\) -> Exp \(forward\)\)"):
+        graph.sort()
+
+
+@pytest.mark.parametrize("closing", ["itself", "another", "a chain"])
+def test_replacements_that_lead_back_stop_at_once(closing: str) -> None:
+    graph, a, b, c = chain()
+    ends = {"itself": {a: a}, "another": {a: b, b: a}, "a chain": {c: a, a: b, b: a}}[closing]
+    for replace in (graph.replace_all, graph.redirect):
+        with pytest.raises(CycleError, match=r"^merging equal primitives made a cycle in the graph \(Exp"):
+            replace(ends, "merging equal primitives")
+
+
+def test_long_cycle_is_shown_in_part() -> None:
+    graph = Graph()
+    last = first = graph.op("Exp", [graph.input((4,))])
+    for _ in range(99):
+        last = graph.op("Sin", [last])
+    graph.nodes[0].inputs[0] = last
+    with pytest.raises(CycleError, match="94 more") as raised:
+        graph.sort()
+    assert len(str(raised.value)) < 250
+    assert graph.arrays[first].producer is graph.nodes[0]
 
 
 def test_remove_dead_keeps_only_what_an_evaluation_needs() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from oomguard.trace.graph import Graph
-from oomguard.trace.simplify import simplify, tape
+from oomguard.trace.simplify import run, simplify, tape
 
 
 def primitives(graph: Graph) -> list[str]:
@@ -125,3 +125,45 @@ def test_regions_follow_what_is_merged() -> None:
     graph.regions.append(Region("block", "blocks.0", [copy], [y]))
     finished(graph, y)
     assert graph.regions[0].inputs == [x]
+
+
+def test_equal_primitives_of_several_outputs_are_merged_forth_and_back() -> None:
+    graph = Graph()
+    x = graph.input((4,))
+    halves = [((2,), "float32"), ((2,), "float32")]
+    a, b = graph.multi_op("Split", [x], halves)
+    c, d = graph.multi_op("Split", [x], halves)
+    total = graph.op("Add", [graph.op("Add", [a, b]), graph.op("Multiply", [c, d])])
+    # By its first output the second split is merged into the first; its second output, which has no place on the
+    # tape, takes the first one back; then the two second outputs are merged the first way again.
+    finished(graph, total)
+    assert primitives(graph).count("Split") == 1
+    assert sorted(graph.nodes[-2].inputs) == sorted(graph.nodes[-3].inputs) == [a, b]
+
+
+def test_tape_never_moves_an_array_to_itself() -> None:
+    graph = Graph()
+    x = graph.input((4,))
+    splits = [graph.multi_op("Split", [x], [((2,), "float32")] * 3) for _ in range(4)]
+    outputs = [graph.op("Add", [s[0], s[n % 3]]) for n, s in enumerate(splits)]
+    graph.function_outputs = outputs
+    graph.evaluate(outputs)
+    held = tape(graph)
+    run(held)
+    for start in held.moved:
+        passed = [start]
+        while passed[-1] in held.moved:
+            passed.append(held.moved[passed[-1]])
+            assert len(set(passed)) == len(passed)
+
+
+def test_output_whose_sibling_was_merged_is_made_all_the_same() -> None:
+    graph = Graph()
+    x = graph.input((4,))
+    halves = [((2,), "float32"), ((2,), "float32")]
+    a, b = graph.multi_op("Split", [x], halves)
+    _, d = graph.multi_op("Split", [x], halves)
+    read = graph.op("Add", [graph.op("Add", [a, b]), graph.op("Sin", [d])])
+    finished(graph, read, d)
+    assert graph.outputs == [read, d]
+    assert primitives(graph).count("Split") == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import os
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from oomguard.errors import InputError, OomguardError
+from oomguard.errors import InputError, OomguardError, OwnMemoryError
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -96,6 +97,8 @@ def _show_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> 
     epilog="""\b
     Exit status: 0 it fits, 1 nothing fits (or a bound is missed), 2 wrong usage
     or input, 130 stopped by Ctrl-C.
+    oomguard itself ends with status 2 before it holds more than 50% of the memory
+    that was free when it began; OOMGUARD_OWN_MEMORY=16GB allows another size.
     Tab completion: eval "$(_OOMGUARD_COMPLETE=bash_source oomguard)", or
     zsh_source or fish_source. NO_COLOR is respected.""",
 )
@@ -133,6 +136,8 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.stdout.flush()
     except Exception as error:
         status = _explain(error, _command_path(given))
+        if isinstance(error, OwnMemoryError):
+            os._exit(status)  # what is held goes back at once; giving back millions of arrays takes seconds
     except KeyboardInterrupt:
         click.echo("\nstopped", err=True)
         status = INTERRUPTED
@@ -147,11 +152,18 @@ def _run(args: list[str]) -> int:
         return shell_complete(cli, {}, PROGRAM, COMPLETE_VARIABLE, instruction)
     try:
         color = False if os.environ.get("NO_COLOR") else None
-        with cli.make_context(PROGRAM, args, color=color) as ctx:
+        with cli.make_context(PROGRAM, args, color=color) as ctx, _own_memory(args):
             status: Any = cli.invoke(ctx)
     except click.exceptions.Exit as error:
         return error.exit_code
     return status if isinstance(status, int) else 0
+
+
+def _own_memory(args: list[str]) -> contextlib.AbstractContextManager[None]:
+    """Watches what oomguard itself holds; what a training run holds is the run's, and has a guard."""
+    from oomguard.own_memory import watched
+
+    return contextlib.nullcontext() if args[:1] == ["train"] else watched()
 
 
 def _command_path(args: list[str]) -> str:
@@ -190,6 +202,8 @@ def _one_line(error: Exception, command: str) -> str | None:
         return f"{PROGRAM}: {' '.join(error.format_message().split())}"
     if isinstance(error, OomguardError):
         return f"{PROGRAM}: {error}"
+    if isinstance(error, MemoryError):
+        return f"{PROGRAM}: the system has no more memory for oomguard itself; ask for less at a time"
     if isinstance(error, OSError) and error.strerror:
         return f"{PROGRAM}: {error.strerror}" + (f": {error.filename}" if error.filename else "")
     if isinstance(error, ImportError) and not (error.name or PROGRAM).startswith(PROGRAM):

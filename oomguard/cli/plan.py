@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -80,7 +79,8 @@ def command(
     from oomguard.planner import plan
 
     model = chosen_model(preset, config)
-    with waiting("simulating steps") if settings["engine"] != "estimate" else contextlib.nullcontext():
+    simulates = settings["engine"] != "estimate"
+    with waiting("simulating steps" if simulates else "planning", at_once=simulates):
         found = plan(model, seq_len=ctx_tokens, clip_norm=clip, **settings)
     if as_json:
         from oomguard.report.as_json import plan_json

@@ -109,10 +109,12 @@ input, 130 stopped.
 @click.pass_context
 def command(ctx: click.Context, /, as_json: bool, **options: Any) -> int:
     from oomguard.model.run_settings import check_trainable
+    from oomguard.own_memory import watched
 
     use_fast_blas()
     request = Request(options, given(ctx))
-    plan = request.plan()
+    with watched():
+        plan = request.plan()
     show = Show(as_json)
     if plan.choice is None:
         return show.nothing_fits(plan, request.model_option)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,9 @@ is 6 configurations. Shape: "preset" (or "config", a file), changed by "n_layers
 "ctx" (the context if not given), "accumulate", "evaluate_micro_steps", "checkpoint", "dtype", "optimizer",
 "clip_norm", "compiled". Or {"case": NAME}, where NAME may hold * and ?."""
 
+MOST_CONFIGURATIONS = 10_000
+"""Of one sweep file. At a second or two each, which is what a small step takes, they are hours."""
+
 SHAPE_FIELDS = tuple(name for name in ModelConfig.model_fields if name != "name")
 STEP_FIELDS = tuple(StepConfig.model_fields)
 ALIASES: dict[str, str] = {"ctx": "seq_len", "grad_checkpoint": "checkpoint"}
@@ -52,7 +56,8 @@ def read_sweep(path: str | Path) -> Sweep:
     """Reads a sweep file (``FORMAT``).
 
     Raises:
-        InputError: not readable, not JSON, or an entry that makes no configuration; names the entry and why.
+        InputError: not readable, not JSON, or an entry that makes no configuration; names the entry and why. Or
+            it makes more than ``MOST_CONFIGURATIONS``, which is counted before any is made.
     """
     path = Path(path)
     try:
@@ -62,6 +67,12 @@ def read_sweep(path: str | Path) -> Sweep:
     except UnicodeDecodeError as error:
         raise InputError(f"sweep {path} is not text") from error
     entries, note = _entries(path, text)
+    count = sum(map(_combinations, entries))
+    if count > MOST_CONFIGURATIONS:
+        raise InputError(
+            f"sweep {path} multiplies out to {count:,} configurations, and {MOST_CONFIGURATIONS:,} are the most; "
+            "shorten its lists, or split it into several files"
+        )
     tasks: dict[str, Task] = {}
     for number, entry in enumerate(entries, start=1):
         try:
@@ -72,6 +83,13 @@ def read_sweep(path: str | Path) -> Sweep:
     if not tasks:
         raise InputError(f"sweep {path} holds no entries")
     return Sweep(tuple(tasks.values()), note)
+
+
+def _combinations(entry: Any) -> int:
+    """How many configurations an entry's lists make."""
+    if not isinstance(entry, dict):
+        return 1  # said to be none when it is expanded
+    return math.prod(len(value) for value in entry.values() if isinstance(value, list))
 
 
 def _entries(path: Path, text: str) -> tuple[list[Any], str]:

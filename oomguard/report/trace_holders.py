@@ -63,12 +63,13 @@ def group_holders(holders: Iterable[Holder]) -> list[HolderGroup]:
     """Holders grouped over the blocks, the largest sum first; every byte is in one group."""
     groups: dict[tuple[str, str, int], list[Holder]] = {}
     for holder in holders:
-        groups.setdefault((pattern(holder.name), say_what(holder), holder.nbytes), []).append(holder)
+        each = holder.nbytes // holder.count
+        groups.setdefault((pattern(holder.name), say_what(holder), each), []).append(holder)
     found = [
         HolderGroup(
             name=_common_name([member.name for member in members]),
             what=what,
-            count=len(members),
+            count=sum(member.count for member in members),
             nbytes=nbytes,
             category=members[0].category,
             form=say_form(members[0]),

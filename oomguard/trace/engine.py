@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median_low
 from typing import Any
 
+from oomguard.repeated import Repeated
 from oomguard.trace.backends import Machine, capturing, simulated
 from oomguard.trace.capture import Capture, Evaluate, capture, returned_then_state
 from oomguard.trace.collector import collector_paused
@@ -338,7 +339,8 @@ def _holder(graph: Graph, owner: Owner, nbytes: int, category: str) -> Holder:
     array = graph.arrays[owner.array]
     name = array.name or owner.scope
     block = array.block if array.block >= 0 else owner.block
-    return Holder(name, nbytes, category, owner.phase, block, owner.primitive, array.shape, array.dtype)
+    shape, dtype = array.shape, array.dtype
+    return Holder(name, nbytes, category, owner.phase, block, owner.primitive, shape, dtype, array.count)
 
 
 def _breakdown(holders: list[Holder]) -> dict[str, int]:
@@ -407,9 +409,20 @@ def surroundings_of(built: Any) -> Surroundings:
     # The GPT's run also adds up the losses of its calls, and divides the sum in an evaluation of its own.
     losses = 2 * len(built.graphs()) + SYNCHRONIZER_DISPATCHES
     return Surroundings(
-        before=dispatches_to_evaluate([*map(state_tree, built.state), built.batch]),
+        before=_dispatches_before(built),
         between=losses if hasattr(built, "config") else 0,
     )
+
+
+def _dispatches_before(built: Any) -> int:
+    """What the evaluation of the state and the batch queues; each micro-batch that is like another, what that does."""
+    state = [*map(state_tree, built.state)]
+    batch = built.batch
+    if not isinstance(batch, Repeated):
+        return dispatches_to_evaluate([*state, batch])
+    one = dispatches_to_evaluate([*state, batch.first])
+    two = dispatches_to_evaluate([*state, batch.first, batch.last])
+    return one + (len(batch) - 1) * (two - one)
 
 
 def capture_built(built: Any, *, device: Device = CPU, marked: frozenset[str] = frozenset()) -> list[Capture]:
@@ -434,13 +447,24 @@ def capture_built(built: Any, *, device: Device = CPU, marked: frozenset[str] = 
                 consumed=(1,),
                 marked=marked | device.marked,
             )
-        _hold(captured.graph, [batch for k, (batch, _) in enumerate(calls) if k != number])
+        for batch, count in _others(calls, number):
+            _hold(captured.graph, batch, count)
         found.append(captured)
     return found
 
 
-def _hold(graph: Graph, tree: Any) -> None:
-    """Arrays that exist besides what the graph reads."""
+def _others(calls: Sequence[Any], number: int) -> Iterator[tuple[Any, int]]:
+    """The micro-batches of the calls but one, and how many calls have such."""
+    if isinstance(calls, Repeated):
+        for first, (batch, _), count in calls.kinds():
+            if left := count - (first == number):
+                yield batch, left
+    else:
+        yield from ((batch, 1) for k, (batch, _) in enumerate(calls) if k != number)
+
+
+def _hold(graph: Graph, tree: Any, count: int) -> None:
+    """Arrays that exist besides what the graph reads, each ``count`` times."""
     for array in leaves(tree):
-        number = graph.input(tuple(array.shape), dtype_name(array.dtype))
+        number = graph.input(tuple(array.shape), dtype_name(array.dtype), count=count)
         graph.evaluations[0].held.add(number)

@@ -30,9 +30,10 @@ def restore_sorted_gathers(graph: Graph) -> None:
         if matrices is not None:
             mapping.update(_matrix_gradient(graph, region, matrices))
     graph.regions = [region for region in graph.regions if region.kind != SORTED_GATHER]
-    graph.replace_all(mapping)
+    rewrite = "restoring the backward of sorted mx.gather_mm calls"
+    graph.replace_all(mapping, rewrite)
     graph.remove_dead()
-    graph.sort()
+    graph.sort(rewrite)
 
 
 def _row_gradient(graph: Graph, region: Region, gradient: int) -> Iterable[tuple[int, int]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from oomguard.trace.graph import Array, Graph, Node, Shape, followed
+from oomguard.trace.graph import Array, Graph, Node, Shape
 from oomguard.trace.simplify import Tape, run, tape
 
 MAX_DEPTH = 11
@@ -55,15 +55,14 @@ def compile_graph(graph: Graph, fusion: Fusion = NEWEST) -> dict[int, int]:
     held = tape(graph)
     run(held)
     _Kernels(held, fusion).run()
-    held.write_back()
-    return followed(held.moved)
+    return held.write_back("merging equal primitives and fusing kernels")
 
 
 def fuse(graph: Graph, fusion: Fusion = NEWEST) -> None:
     """Fuses a graph in place, without simplifying it first."""
     held = tape(graph)
     _Kernels(held, fusion).run()
-    held.write_back()
+    held.write_back("fusing kernels")
 
 
 @dataclass(slots=True)

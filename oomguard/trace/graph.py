@@ -32,6 +32,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
+from oomguard.errors import TraceError
+
 Kind = Literal["parameter", "optimizer", "batch", "state", "constant", "intermediate"]
 Phase = Literal["forward", "recompute", "backward", "update"]
 Shape = tuple[int, ...]
@@ -66,6 +68,7 @@ class Array:
     ``state`` of the caller (random keys, running sums), a ``constant`` made inside the step, or an
     ``intermediate``. ``name`` is the module path of a parameter, or for an intermediate the module whose
     output it is. ``value`` is what a scalar constant holds, where known: equal scalars are merged by it.
+    ``count`` is how many alike arrays it stands for; more than one only where nothing reads it.
     """
 
     id: int
@@ -77,6 +80,7 @@ class Array:
     producer: Node | None = None
     position: int = 0
     value: float | int | bool | None = None
+    count: int = 1
 
     @property
     def size(self) -> int:
@@ -143,6 +147,23 @@ class Evaluation:
     held: set[int] = field(default_factory=set)
 
 
+SHOWN_IN_A_CYCLE = 6
+"""Members of a cycle that its message names; the rest are counted."""
+
+
+class CycleError(TraceError, ValueError):
+    """A rewrite left something that needs itself; the text says which rewrite, and what needs what."""
+
+    @classmethod
+    def of(cls, rewrite: str, members: Sequence[str]) -> CycleError:
+        """``members`` in order, each needing the next, and the last one the first."""
+        named = [*members[:SHOWN_IN_A_CYCLE]]
+        if len(members) > SHOWN_IN_A_CYCLE:
+            named.append(f"{len(members) - SHOWN_IN_A_CYCLE} more")
+        chain = " -> ".join([*named, members[0]])
+        return cls(f"{rewrite} made a cycle in the graph ({chain}); please report it with the step")
+
+
 class Graph:
     """Arrays, nodes in topological order, evaluations, and the regions that tags delimited.
 
@@ -182,10 +203,18 @@ class Graph:
         return number
 
     def input(
-        self, shape: Sequence[int], dtype: str = "float32", *, kind: Kind = "batch", name: str | None = None
+        self,
+        shape: Sequence[int],
+        dtype: str = "float32",
+        *,
+        kind: Kind = "batch",
+        name: str | None = None,
+        count: int = 1,
     ) -> int:
-        """Adds what the step is given: a batch unless ``kind`` says otherwise."""
-        return self.array(shape, dtype, kind, name=name)
+        """Adds what the step is given: a batch unless ``kind`` says otherwise; ``count`` of them, if more."""
+        number = self.array(shape, dtype, kind, name=name)
+        self.arrays[number].count = count
+        return number
 
     def parameter(self, shape: Sequence[int], dtype: str = "float32", *, name: str | None = None) -> int:
         """Adds a parameter of the model."""
@@ -320,19 +349,32 @@ class Graph:
             assert node.inputs[position] == old
             node.inputs[position] = new
 
-    def replace_all(self, mapping: dict[int, int]) -> None:
-        """Replaces many arrays everywhere, following chains (a to b, b to c). The old producers stay."""
+    def replace_all(self, mapping: dict[int, int], rewrite: str = "replacing arrays") -> None:
+        """Replaces many arrays everywhere, following chains (a to b, b to c). The old producers stay.
+
+        Args:
+            mapping: what stands for an array from now on.
+            rewrite: what is being done, for the message of an error.
+
+        Raises:
+            CycleError: a chain ends where it began, so nothing is left to stand for its arrays.
+        """
         if not mapping:
             return
-        final = followed(mapping)
+        final = self._followed(mapping, rewrite)
         get = final.get
         for node in self.nodes:
             node.inputs = [get(i, i) for i in node.inputs]
-        self.redirect(final)
+        self._redirect(final)
 
-    def redirect(self, mapping: dict[int, int]) -> None:
-        """``replace_all`` for all but the nodes, which read the new arrays already."""
-        get = followed(mapping).get
+    def redirect(self, mapping: dict[int, int], rewrite: str = "replacing arrays") -> dict[int, int]:
+        """``replace_all`` for all but the nodes, which read the new arrays already; returns what stands for what."""
+        final = self._followed(mapping, rewrite)
+        self._redirect(final)
+        return final
+
+    def _redirect(self, final: dict[int, int]) -> None:
+        get = final.get
         self.function_outputs = [get(i, i) for i in self.function_outputs]
         self.carries = {before: get(after, after) for before, after in self.carries.items()}
         for evaluation in self.evaluations:
@@ -343,6 +385,31 @@ class Graph:
             region.outputs = [get(i, i) for i in region.outputs]
             region.cotangents = [i if i is None else get(i, i) for i in region.cotangents]
             region.gradients = [i if i is None else get(i, i) for i in region.gradients]
+
+    def _followed(self, mapping: dict[int, int], rewrite: str) -> dict[int, int]:
+        """The mapping with chains (a to b, b to c) followed to their ends, each looked at once."""
+        final: dict[int, int] = {}
+        for start in mapping:
+            path: dict[int, None] = {}  # in order
+            end = start
+            while end in mapping and end not in final:
+                if end in path:
+                    members = list(path)
+                    raise CycleError.of(rewrite, [self._say(i) for i in members[members.index(end) :]])
+                path[end] = None
+                end = mapping[end]
+            end = final.get(end, end)
+            final.update(dict.fromkeys(path, end))
+        return final
+
+    def _say(self, i: int) -> str:
+        """An array in words, by what makes it and where."""
+        array = self.arrays[i]
+        node = array.producer
+        if node is None:
+            return f"{array.kind} {array.name or f'array {i}'}"
+        block = f", block {node.block}" if node.block >= 0 else ""
+        return f"{node.primitive} ({node.phase}{block}{f', {node.scope}' if node.scope else ''})"
 
     def clone(
         self, nodes: Iterable[Node], substitute: dict[int, int], phase: Phase | None = None
@@ -400,11 +467,14 @@ class Graph:
         self.nodes = kept
         return removed
 
-    def sort(self) -> None:
+    def sort(self, rewrite: str = "a rewrite") -> None:
         """Restores topological order, moving a node only after what it reads (stable, linear).
 
+        Args:
+            rewrite: what was done to the graph, for the message of an error.
+
         Raises:
-            ValueError: the graph has a cycle.
+            CycleError: the graph has a cycle.
         """
         arrays = self.arrays
         state: dict[int, int] = {}
@@ -423,7 +493,9 @@ class Graph:
                     if producer is None or state.get(id(producer)) == 2:
                         continue
                     if state.get(id(producer)) == 1:
-                        raise ValueError(f"cycle in the graph through {producer.primitive}")
+                        above = [node.outputs[0] for node, _ in stack] + [node.outputs[0]]
+                        members = above[above.index(producer.outputs[0]) :]
+                        raise CycleError.of(rewrite, [self._say(i) for i in members])
                     stack.append((node, position))
                     state[id(producer)] = 1
                     stack.append((producer, 0))
@@ -437,7 +509,7 @@ class Graph:
         """A graph that shares nothing with this one that can be changed."""
         other = Graph()
         other.arrays = [
-            Array(a.id, a.shape, a.dtype, a.kind, a.name, a.block, None, a.position, a.value)
+            Array(a.id, a.shape, a.dtype, a.kind, a.name, a.block, None, a.position, a.value, a.count)
             for a in self.arrays
         ]
         for n in self.nodes:
@@ -504,18 +576,3 @@ class Graph:
         if len(self.nodes) > limit:
             lines.append(f"... {len(self.nodes) - limit} more")
         return "\n".join(lines)
-
-
-def followed(mapping: dict[int, int]) -> dict[int, int]:
-    """The mapping with chains (a to b, b to c) followed to their ends, each looked at once."""
-    final: dict[int, int] = {}
-    for start in mapping:
-        path = []
-        end = start
-        while end in mapping and end not in final:
-            path.append(end)
-            end = mapping[end]
-        end = final.get(end, end)
-        for i in path:
-            final[i] = end
-    return final

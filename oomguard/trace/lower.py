@@ -137,7 +137,7 @@ def for_cpu(graph: Graph) -> Graph:
         readers = result.consumers()
         for region in grouped:
             _ungroup(result, region, readers)
-        result.sort()
+        result.sort("giving the backward of mx.fast calls to the CPU")
     return result
 
 
@@ -314,9 +314,10 @@ class _Lowering:
                 self.replaced[gradient] = self._cast(new, old.dtype, backward=True)
 
     def finish(self) -> None:
-        self.graph.replace_all(self.replaced)
+        rewrite = "making one GPU primitive of each mx.fast call"
+        self.graph.replace_all(self.replaced, rewrite)
         self.graph.remove_dead()
-        self.graph.sort()
+        self.graph.sort(rewrite)
 
 
 _RULES: dict[str, Callable[[_Lowering, Region], None]] = {

@@ -204,9 +204,19 @@ class Memory:
         self.size: list[int] = []
         self.arrays: list[int] = []
         self.pending: list[int] = []
+        self.alike: dict[int, int] = {}
 
-    def adopt(self, size: int) -> int:
-        """A buffer that is there already, with one array in it."""
+    @property
+    def largest_buffer(self) -> int:
+        """Bytes of the largest buffer there was."""
+        alike = self.alike
+        return max((size // alike.get(b, 1) for b, size in enumerate(self.size)), default=0)
+
+    def adopt(self, size: int, count: int = 1) -> int:
+        """A buffer that is there already, with one array in it; or ``count`` alike, told apart by nobody."""
+        if count > 1:
+            self.alike[len(self.size)] = count
+        size *= count
         self.size.append(size)
         self.arrays.append(1)
         self.pending.append(0)
@@ -419,7 +429,7 @@ class Simulation:
         """An array that is there without being made here."""
         layout, size = found or (row_major(array.shape), array.nbytes)
         self.layout[array.id] = layout
-        self.buffer[array.id] = self.memory.adopt(self.memory.device.rounding(size))
+        self.buffer[array.id] = self.memory.adopt(self.memory.device.rounding(size), array.count)
 
     def run(self, number: int = 0, watch: Watcher | None = None) -> Run:
         """Runs one of the program's evaluations."""

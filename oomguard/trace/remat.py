@@ -334,7 +334,8 @@ def _rewrite(graph: Graph, calls: Sequence[_Call], *, bare: bool) -> None:
             _recompute_call(graph, call, arguments, given, inside, backward)
     _follow(graph, handed_on, calls, [inside for inside, _ in found])
     graph.remove_dead()
-    graph.sort()
+    blocks = sorted({call.block for call in calls if call.block >= 0})
+    graph.sort(f"recomputing {f'blocks {blocks}' if blocks else 'checkpointed calls'} in the backward")
 
 
 def _recompute_call(

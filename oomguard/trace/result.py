@@ -31,17 +31,18 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """One buffer alive at the peak.
+    """One buffer alive at the peak, or as many as are alike.
 
     Attributes:
         name: the parameter, or the module whose output it is, or the module it was made in; "" at top level.
-        nbytes: bytes of the buffer.
+        nbytes: bytes of the buffer; of all of them where it stands for several.
         category: one of ``CATEGORIES``.
         phase: of the primitive that wrote it; "" for what existed before the step.
         block: index of the model's block, -1 in none.
         primitive: what wrote it; "" for what existed before.
         shape: of the array, () for scratch space.
         dtype: of the array, "" for scratch space.
+        count: how many buffers it stands for.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Holder:
     primitive: str
     shape: tuple[int, ...]
     dtype: str
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,8 @@ class Tape:
         readers: who reads an array. An array whose readers were all merged away has an empty list; one that
             was itself merged away has none.
         outputs: the function's outputs.
-        moved: what stands for an array that was merged or dropped.
+        moved: what stands for an array that was merged or dropped. It never leads back: what takes the place of
+            another is there again, whatever was merged before.
     """
 
     graph: Graph
@@ -65,6 +66,8 @@ class Tape:
         if reading is not None and into in reading.inputs:
             self.readers[into] = [pair for pair in pairs if pair[0] != gone]
         self.readers.pop(gone, None)
+        # Equal primitives with several outputs are merged one way by one output and back by another.
+        self.moved.pop(into, None)
         self.moved[gone] = into
 
     def merge(self, into: int, gone: int) -> None:
@@ -77,8 +80,15 @@ class Tape:
         for a, b in zip(kept.outputs, dropped.outputs, strict=True):
             self.merge_one(a, b)
 
-    def write_back(self) -> None:
-        """Makes the graph's nodes those of the tape, and points evaluations and regions at what is left."""
+    def write_back(self, rewrite: str) -> dict[int, int]:
+        """Makes the graph's nodes those of the tape, and points evaluations and regions at what is left.
+
+        Args:
+            rewrite: what was done to the tape, for the message of an error.
+
+        Returns:
+            What stands for arrays that were merged or dropped.
+        """
         graph = self.graph
         arrays = graph.arrays
         nodes = [node for i in self.order if (node := arrays[i].producer) is not None]
@@ -89,8 +99,12 @@ class Tape:
                     if arrays[o].producer is node:
                         arrays[o].producer = None
         graph.nodes = nodes
-        graph.redirect(self.moved)
-        graph.sort()
+        # What the function returns is made all the same, though its readers may read its double.
+        returned = set(self.outputs)
+        gone = {old: new for old, new in self.moved.items() if old not in returned}
+        final = graph.redirect(gone, rewrite)
+        graph.sort(rewrite)
+        return final
 
 
 def tape(graph: Graph) -> Tape:
@@ -133,7 +147,7 @@ def simplify(graph: Graph) -> None:
     """
     held = tape(graph)
     run(held)
-    held.write_back()
+    held.write_back("merging equal primitives")
 
 
 def run(held: Tape) -> None:

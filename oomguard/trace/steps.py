@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from oomguard.trace.graph import Graph
 from oomguard.trace.layout import Layout
 from oomguard.trace.ledger import Ledger, Recorder
-from oomguard.trace.memory import ImmediateQueue, Memory, Program, Queue, Run, Simulation, Step
+from oomguard.trace.memory import (
+    DispatchQueue,
+    ImmediateQueue,
+    Memory,
+    Program,
+    Queue,
+    Run,
+    Simulation,
+    Step,
+)
 from oomguard.trace.unroll import Unrolled, UnrolledSimulation
 
 
@@ -61,7 +70,7 @@ class Steps:
         else:
             run = self._run_alone(number)
         self._count(self.between)
-        self.largest_buffer = max(self.largest_buffer, max(memory.size, default=0))
+        self.largest_buffer = max(self.largest_buffer, memory.largest_buffer)
         return run
 
     def _run_alone(self, number: int) -> Run:
@@ -114,9 +123,10 @@ class Steps:
 
 
 def _submit_nothing(memory: Memory, dispatches: int) -> None:
-    for _ in range(dispatches):
-        memory.queue.submit(0, [], [])
     memory.synchronize()
+    queue = memory.queue
+    if isinstance(queue, DispatchQueue):  # the others begin anew with every evaluation
+        queue.submitted = queue.executed = queue.submitted + dispatches
 
 
 @dataclass(slots=True)
