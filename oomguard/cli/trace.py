@@ -18,6 +18,7 @@ from oomguard.cli.options import (
     chosen_model,
     device_option,
     model_options,
+    refuse_beside,
     step_options,
     wants_colour,
 )
@@ -155,17 +156,10 @@ def _subject(ctx: click.Context, options: dict[str, Any], device: Device) -> Sub
             compiled=options["compiled"],
         )
         return preset_subject(model, step, Simulated(device, limit))
-    _refuse_description(ctx, named[0])
+    refuse_beside(DESCRIBES, f"{named[0]} is a step already")
     asked = ctx.get_parameter_source("compiled") is not ParameterSource.DEFAULT
     how = Simulated(device, limit, options["compiled"] if asked else None)
     return case_subject(case, how) if case is not None else function_subject(target, how)
-
-
-def _refuse_description(ctx: click.Context, name: str) -> None:
-    for option in ctx.command.params:
-        described = option.name in DESCRIBES and option.name is not None
-        if described and ctx.get_parameter_source(str(option.name)) is not ParameterSource.DEFAULT:
-            raise InputError(f"{name} is a step already; {option.opts[0]} cannot stand beside it")
 
 
 def _report(ctx: click.Context, options: dict[str, Any]) -> TraceReport:

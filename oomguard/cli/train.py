@@ -22,6 +22,7 @@ from oomguard.cli.options import (
     model_option_text,
     model_options,
     number,
+    refuse_beside,
     step_options,
     whole,
 )
@@ -157,6 +158,7 @@ class Request:
             else model_option_text(options["preset"], options["config"])
         )
         self.corpus_path = self._corpus_path()
+        self._refuse_unused()
         self.out = options["out"] or options["resume"]
         if self.out is None and options["save_every"]:
             raise InputError("--save-every: where to? Give --out FILE.safetensors")
@@ -186,6 +188,13 @@ class Request:
                 f"{model.d_model}; it cannot go on as {wanted.name}"
             )
         return model
+
+    def _refuse_unused(self) -> None:
+        saved = self.saved.settings if self.saved else None
+        if not self.value("clip", saved and saved.step.clip_norm):
+            refuse_beside(("clip_norm",), "without --clip no gradient is clipped")
+        if self.value("val_fraction", saved and saved.val_fraction) == 0:
+            refuse_beside(("val_every", "val_batches"), "--val-fraction 0 leaves nothing to validate on")
 
     def _corpus_path(self) -> Path:
         path = self.options["corpus"]

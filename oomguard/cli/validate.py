@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from oomguard.cli.options import wants_colour
+from oomguard.cli.options import refuse_beside, wants_colour
 from oomguard.coefficients import Coefficients, read_coefficients, shipped
 from oomguard.errors import InputError
 from oomguard.rows import Row, read_rows, shipped_row_files, usable
@@ -46,6 +46,7 @@ def command(
     when a bound is missed.
     """
     if engine == "trace":
+        refuse_beside(("coefficients_file",), "--engine trace simulates and fits nothing")
         return _trace(backend, rows_file, as_json)
     from oomguard.report.validate_text import validation_json, validation_text
     from oomguard.validate import validate
