@@ -20,7 +20,7 @@ LIST = "is not a list"
 
 # By pydantic's type of error, whose names are part of its interface and whose sentences are not.
 PROBLEMS: dict[str, str] = {
-    "missing": "it is missing, and has no default",
+    "missing": "missing, and it has no default",
     "extra_forbidden": "there is no such field",
     "int_type": WHOLE,
     "int_parsing": WHOLE,
@@ -54,10 +54,15 @@ def say_problem(problem: Mapping[str, Any]) -> str:
     Args:
         problem: as ``ValidationError.errors()`` gives it.
     """
-    kind = problem["type"]
+    kind, limits = problem["type"], problem.get("ctx", {})
     if kind in ("value_error", "assertion_error"):
         return str(problem["msg"]).partition(", ")[2]
-    said = PROBLEMS.get(kind, "is not a value of this field").format(**problem.get("ctx", {}))
+    if isinstance(limits.get("gt"), int):  # of whole numbers, more than 0 is 1 and more
+        kind, limits = "greater_than_equal", {"ge": limits["gt"] + 1}
+    elif isinstance(limits.get("lt"), int):
+        kind, limits = "less_than_equal", {"le": limits["lt"] - 1}
+    plain = {name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in limits.items()}
+    said = PROBLEMS.get(kind, "is not a value of this field").format(**plain)
     return said if kind in WITHOUT_VALUE else f"{shown(problem.get('input'))} {said}"
 
 

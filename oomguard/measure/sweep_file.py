@@ -156,7 +156,7 @@ def _gpt_task(values: dict[str, Any], folder: Path) -> Task:
     try:
         return Task(model=model, step=StepConfig.model_validate(step))
     except ValidationError as error:
-        raise InputError(f"{first_problem(error)} in {_shown(values.items())}") from error
+        raise InputError(f"{first_problem(error)} (in {_shown(values.items())})") from error
 
 
 def _shape(values: dict[str, Any], folder: Path) -> ModelConfig:
@@ -180,8 +180,8 @@ def _shape(values: dict[str, Any], folder: Path) -> ModelConfig:
     try:
         return ModelConfig.model_validate(shape)
     except ValidationError as error:
-        raise InputError(f"{first_problem(error)} in {_shown(values.items())}") from error
+        raise InputError(f"{first_problem(error)} (in {_shown(values.items())})") from error
 
 
 def _shown(items: Iterable[tuple[str, Any]]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in items)
+    return ", ".join(f"{key} {value if isinstance(value, str) else shown(value)}" for key, value in items)
