@@ -149,7 +149,7 @@ class CheckpointPolicy(Frozen):
             r"(?P<plain>none|every|custom_function|attention)"
             r"|stride=(?P<stride>\d{1,9}|sqrt|auto)"
             r"|(?P<core>attention,)?blocks=(?P<blocks>\d{1,9})",
-            text.strip().lower(),
+            str(text).strip().lower(),
         )
         if match is None:
             raise InputError(

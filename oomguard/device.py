@@ -68,7 +68,7 @@ def find_device(name: str | None = None) -> Device:
     """
     if name is None:
         return local_device()
-    wanted = name.strip().lower().replace(" ", "-").replace("_", "-")
+    wanted = str(name).strip().lower().replace(" ", "-").replace("_", "-")
     if wanted in BACKENDS:
         return _backend_here(wanted)
     if generic := _GENERIC.fullmatch(wanted):

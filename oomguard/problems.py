@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from oomguard.errors import InputError
+
 SHOWN_CHARACTERS = 40
 
 WHOLE = "is not a whole number; write one such as 8"
@@ -68,5 +70,25 @@ def say_problem(problem: Mapping[str, Any]) -> str:
 
 def shown(value: object) -> str:
     """A value as a person wrote it, cut where it is long."""
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
+
+
+def check_type(name: str, value: object, kinds: type | tuple[type, ...], works: str) -> None:
+    """Raises InputError where an argument is of another type.
+
+    Args:
+        name: the argument's.
+        kinds: what it may be an instance of; a bool is no number.
+        works: what to give instead, in words.
+    """
+    wanted = kinds if isinstance(kinds, tuple) else (kinds,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in wanted):
+        kind = "None" if value is None else f"{shown(value)} ({type(value).__name__})"
+        raise InputError(f"{name} is {kind}; give {works}")
+
+
+def check_callable(name: str, value: object, works: str) -> None:
+    """Raises InputError where an argument cannot be called."""
+    if not callable(value):
+        raise InputError(f"{name} is {shown(value)} ({type(value).__name__}); give {works}")

@@ -38,7 +38,7 @@ def simulated(machine: Machine = None) -> Device:
     """
     if isinstance(machine, Device):
         return machine
-    if machine is None or isinstance(machine, str):
+    if not isinstance(machine, machines.Device):
         machine = machines.find_device(machine)
     if machine.backend == "cpu":
         return CPU
