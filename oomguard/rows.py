@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from importlib import resources
 from io import FileIO
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn
@@ -285,9 +286,14 @@ def _whole_length(file: FileIO, end: int) -> int:
     return 0
 
 
+def shipped_rows_path(name: str) -> Path:
+    """One of the row files that ship in ``calibration/rows``."""
+    return Path(str(resources.files("oomguard").joinpath("calibration", "rows", name)))
+
+
 def shipped_row_files() -> Iterator[Path]:
     """The row files that ship in ``calibration/rows``."""
-    yield from sorted((Path(__file__).parent / "calibration" / "rows").glob("*.jsonl"))
+    yield from sorted(shipped_rows_path("").glob("*.jsonl"))
 
 
 def usable(rows: Iterable[Row]) -> list[Row]:

@@ -82,6 +82,8 @@ def trace(
     check_callable("evaluate", evaluate, "a function of what the step returned and the state")
     check_type("state", () if state is None else state, (list, tuple), "a list, state=[...]")
     check_type("consumed", consumed, (list, tuple), "a list of positions, consumed=[...]")
+    for position in consumed:
+        check_type("consumed", position, int, "positions of arguments, consumed=[0]")
     check_type(
         "keywords", {} if keywords is None else keywords, dict, "a dictionary of the step's keyword arguments"
     )
