@@ -11,7 +11,9 @@ Ctrl-C in the end, and must end then. Writes ``benchmarks/fuzz_commands.txt``.
 
 from __future__ import annotations
 
+import atexit
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -25,8 +27,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,7 +41,7 @@ from oomguard.units import format_bytes
 OUTPUT = Path(__file__).with_suffix(".txt")
 DATA_BYTES = 2 * 10**9
 SECONDS = 20.0
-INTERRUPT_AFTER = 8.0  # what works on purpose until it is stopped is stopped
+INTERRUPT_AFTER = 5.0  # what works on purpose until it is stopped is stopped
 STATUSES = (0, 1, 2, 130, 141)
 WORKING = ("measure", "train", "calibrate")  # really run steps
 
@@ -47,110 +50,54 @@ Pool = tuple[str, ...]
 
 # ---- values -------------------------------------------------------------------------------------------------------
 
-NUMBERS: Pool = ("1", "2", "3", "4", "8", "16")
-ABSURD_NUMBERS: Pool = (
-    "0",
-    "-1",
-    "-0",
-    "007",
-    "1.5",
-    "1e9",
-    "2147483647",
-    "2147483648",
-    "9" * 30,
-    "",
-    " ",
-    "x",
-    "nan",
-)
-ABSURD_NUMBERS += ("inf", "-inf", "٣", "0x10", "1_000", "+4", "½", "1;2", "--", "\u202e8", "true", "None")
-ABSURD_TEXTS: Pool = (
-    "",
-    " ",
-    "x",
-    "None",
-    "-",
-    "--",
-    "-1",
-    "\u00e9\u4e2d\U0001f600",
-    "a" * 300,
-    "%s%n",
-    "{}",
-    "../..",
-)
-ABSURD_TEXTS += ("a\nb", "$HOME", "*", "tiny ", "TINY", "nan", "\x1b[31m", "'", '"', "\\")
 
+def words(text: str, *others: str) -> Pool:
+    """The words of a text, and values that are no words."""
+    return (*text.split(), *others)
+
+
+NUMBERS = words("1 2 3 4 8 16")
+ABSURD_NUMBERS = words(
+    "0 -1 -0 007 1.5 1e9 2147483647 2147483648 x nan inf -inf ٣ 0x10 1_000 +4 ½ 1;2 -- true None 99999999999999999999",
+    "",
+    " ",
+    "\u202e8",
+)
+ABSURD_TEXTS = words(
+    "x None - -- -1 nan é中\U0001f600 %s%n {} ../.. $HOME * TINY ' \" \\",
+    "",
+    " ",
+    "a" * 300,
+    "a\nb",
+    "tiny ",
+    "\x1b[31m",
+)
+POLICIES = words(
+    "none every stride=2 stride=sqrt stride=auto sqrt blocks=1 attention attention,blocks=1 custom_function"
+    " blocks=0 blocks=999 stride=0 stride=999999999 every,blocks=2"
+)
+SIZES = words(
+    "1GB 900MiB 2GB 16GiB 100MB 512gb 1TB .5GiB 1B 0 32 5 1e9GB -1GB 99999999PB 1.5.2GB GB",
+    "64 GB",
+    "16 GiB ",
+    "1 XB",
+)
 # By what an option's value is called in the help; a name that is not here gets only the absurd ones.
 POOLS: dict[str, Pool] = {
     "N": NUMBERS,
-    "X": ("0.1", "0.5", "0.9", "1", "3", "20", "0.0003"),
-    "N|auto": ("auto", "AUTO", *NUMBERS),
-    "POLICY": (
-        "none",
-        "every",
-        "stride=2",
-        "stride=sqrt",
-        "stride=auto",
-        "blocks=1",
-        "attention",
-        "custom_function",
-    )
-    + (
-        "attention,blocks=1",
-        "blocks=0",
-        "blocks=999",
-        "stride=0",
-        "stride=999999999",
-        "sqrt",
-        "every,blocks=2",
+    "X": words("0.1 0.5 0.9 1 3 20 0.0003"),
+    "N|auto": words("auto AUTO", *NUMBERS),
+    "POLICY": POLICIES,
+    "POLICY|auto": words("auto", *POLICIES),
+    "NAME": words(
+        "tiny small huge behemoth adamw sgd lion adafactor muon estimate trace auto cpu metal cpu-16gb cuda-24gb"
+        " m5-pro-48gb metal-36gb m1-max-32gb mlp dropout"
     ),
-    "NAME": (
-        "tiny",
-        "small",
-        "huge",
-        "behemoth",
-        "adamw",
-        "sgd",
-        "lion",
-        "adafactor",
-        "muon",
-        "estimate",
-        "trace",
-    )
-    + (
-        "auto",
-        "m5-pro-48gb",
-        "cpu-16gb",
-        "metal-36gb",
-        "cpu",
-        "metal",
-        "cuda-24gb",
-        "mlp",
-        "dropout",
-        "m1-max-32gb",
-    ),
-    "DTYPE": ("fp32", "bf16", "fp16", "float32", "int8", "FP16", "complex64"),
-    "SIZE": (
-        "1GB",
-        "900MiB",
-        "2GB",
-        "16GiB",
-        "64 GB",
-        "100MB",
-        "512gb",
-        "1B",
-        "0",
-        "32",
-        "5",
-        "1e9GB",
-        "-1GB",
-        "1TB",
-    )
-    + ("99999999PB", "1.5.2GB", "GB", ".5GiB", "16 GiB ", "1 XB"),
-    "SIZE|PERCENT": ("10%", "0%", "99%", "100%", "1GiB", "-5%", "200GB", "5", "%"),
+    "DTYPE": words("fp32 bf16 fp16 float32 int8 FP16 complex64"),
+    "SIZE": SIZES,
+    "SIZE|auto": words("auto", *SIZES),
+    "SIZE|PERCENT": words("10% 0% 99% 100% 1GiB -5% 200GB 5 %"),
 }
-POOLS["POLICY|auto"] = ("auto", *POOLS["POLICY"])
-POOLS["SIZE|auto"] = ("auto", *POOLS["SIZE"])
 
 GOOD = {"n_layers": 2, "d_model": 32, "n_heads": 2, "d_mlp": 64, "context": 32}
 OWN = """
@@ -196,6 +143,8 @@ def write_files(folder: Path) -> None:
     (folder / "link.json").symlink_to("good.json")
     (folder / "dangling").symlink_to("nowhere")
     (folder / "loop").symlink_to("loop")
+    for name in ("null", "full", "zero"):  # whatever is done to the link, the machine keeps its devices
+        (folder / name).symlink_to(f"/dev/{name}")
     (folder / "two\nlines.json").write_text("{")
     (folder / "sweep.json").write_text(
         json.dumps([{"preset": "tiny", "batch": [1, 2], "n_layers": 1, "ctx": 16}])
@@ -219,66 +168,20 @@ def write_files(folder: Path) -> None:
     (folder / "run.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
 
 
-PATHS: Pool = (
-    "good.json",
-    "bom.json",
-    "utf16.json",
-    "nested.json",
-    "deep.json",
-    "wide.json",
-    "wrong.json",
-    "nan.json",
-)
-PATHS += (
-    "empty",
-    "binary",
-    "readonly.json",
-    "folder",
-    "link.json",
-    "dangling",
-    "loop",
+PATHS = words(
+    "good.json bom.json utf16.json nested.json deep.json wide.json wrong.json nan.json empty binary readonly.json folder"
+    " link.json dangling loop sweep.json bad_sweep.jsonl own.py broken.py corpus.txt short.txt printed.json rows.jsonl"
+    " cut.jsonl run.safetensors missing no/such/folder new.json new.html folder/new.jsonl null full zero / . ~"
+    " good.json/x own.py:build",
     "two\nlines.json",
-    "sweep.json",
+    "good.json\n",
+    "",
+    "a" * 300,
 )
-PATHS += (
-    "bad_sweep.jsonl",
-    "own.py",
-    "broken.py",
-    "corpus.txt",
-    "short.txt",
-    "printed.json",
-    "rows.jsonl",
-    "cut.jsonl",
+TARGETS = words(
+    "own.py:build own.py:measured own.py:raises own.py:nothing own.py:leaves own.py:number own.py: :build own.py"
+    " own.py:no_such broken.py:build missing.py:build sweep.json rows.jsonl printed.json bad_sweep.jsonl"
 )
-PATHS += (
-    "run.safetensors",
-    "missing",
-    "no/such/folder",
-    "new.json",
-    "new.html",
-    "folder/new.jsonl",
-    "/dev/null",
-    "/",
-)
-PATHS += ("/dev/full", "/dev/stdin", "", ".", "~", "a" * 300, "good.json/x", "good.json\n", "own.py:build")
-TARGETS: Pool = (
-    "own.py:build",
-    "own.py:measured",
-    "own.py:raises",
-    "own.py:nothing",
-    "own.py:leaves",
-    "own.py:number",
-)
-TARGETS += (
-    "own.py:",
-    ":build",
-    "own.py:no_such",
-    "broken.py:build",
-    "missing.py:build",
-    "sweep.json",
-    "rows.jsonl",
-)
-TARGETS += ("printed.json", "bad_sweep.jsonl", "own.py")
 # What a path usually names, so that more than the opening of a file is tried.
 USUAL: dict[str, Pool] = {
     "config": ("good.json", "bom.json", "link.json"),
@@ -306,7 +209,15 @@ NEEDED: dict[str, tuple[tuple[str, ...], ...]] = {
     "measure": (("--preset", "tiny", "--ctx", "16"), ("own.py:measured",), ("sweep.json",), ("rows.jsonl",)),
     "train": (("--config", "good.json", "--corpus", "corpus.txt", "--steps", "2", "--no-learn"),),
 }
-WEIGHTS = {"plan": 8, "estimate": 6, "trace": 6, "measure": 4, "validate": 3, "train": 3, "calibrate": 1}
+WEIGHTS: dict[str, float] = {
+    "plan": 8,
+    "estimate": 6,
+    "trace": 6,
+    "measure": 4,
+    "validate": 3,
+    "train": 3,
+    "calibrate": 0.3,
+}
 
 # ---- lines --------------------------------------------------------------------------------------------------------
 
@@ -320,18 +231,16 @@ def line(seed: int, number: int) -> list[str]:
     ctx = click.Context(cli, info_name="oomguard")
     command = cli.get_command(ctx, name)
     assert command is not None
-    words: list[str] = [name]
+    typed = [name]
     if draw.random() < 0.85 and name in NEEDED:
-        words += draw.choice(NEEDED[name])
+        typed += draw.choice(NEEDED[name])
     count = min(len(command.params), int(draw.expovariate(0.4)))
     for parameter in draw.sample(command.params, count):
-        words += given(parameter, draw)
+        typed += given(parameter, draw)
     if draw.random() < 0.04:
-        words.insert(
-            draw.randint(1, len(words)),
-            draw.choice(["--no-such", "-x", "--", "extra", "--json=1", "--batch"]),
-        )
-    return words
+        odd = draw.choice(("--no-such", "-x", "--", "extra", "--json=1", "--batch"))
+        typed.insert(draw.randint(1, len(typed)), odd)
+    return typed
 
 
 def given(parameter: click.Parameter, draw: Draw) -> list[str]:
@@ -591,10 +500,10 @@ CHECKS: dict[str, Callable[[dict[str, Any], Ran], Iterator[str]]] = {
 
 def contradictions(text: Ran, as_json: Ran) -> Iterator[str]:
     """What one form of a line says and the other denies."""
-    if text.status == 2 or as_json.status == 2 or text.command not in WORKING:
-        if text.status != as_json.status:
-            yield f"status {text.status} as text and {as_json.status} as JSON"
-            return
+    same = text.command not in WORKING or 2 in (text.status, as_json.status)
+    if same and text.status != as_json.status:
+        yield f"status {text.status} as text and {as_json.status} as JSON"
+        return
     if text.status == 2 and text.command not in WORKING and text.err != as_json.err:
         yield f"one mistake in two ways: {text.err.strip()} / {as_json.err.strip()}"
     if text.status not in (0, 1) or "--help" in text.args or "-h" in text.args:
@@ -627,7 +536,8 @@ class Found:
 
     number: int
     args: list[str]
-    texts: list[str] = field(default_factory=list)
+    texts: list[str]
+    runs: list[Ran]
 
 
 def both_forms(args: list[str]) -> tuple[list[str], list[str]] | None:
@@ -640,57 +550,63 @@ def both_forms(args: list[str]) -> tuple[list[str], list[str]] | None:
     return text, [text[0], "--json", *text[1:]]
 
 
-def check_line(kitchen: Kitchen, seed: int, number: int) -> tuple[Found, list[Ran]]:
+def check_line(kitchen: Kitchen, seed: int, number: int) -> Found:
     """Runs one line, in both forms where it has two, and says what is wrong."""
     args = line(seed, number)
     forms = both_forms(args)
-    if forms is None:
-        runs = [kitchen.run(args)]
-    else:
-        runs = [kitchen.run(form) for form in forms]
-    found = Found(number, args, [text for ran in runs for text in problems(ran)])
-    if forms is not None and not found.texts:
-        found.texts += contradictions(*runs)
-    found.texts = list(dict.fromkeys(found.texts))
-    return found, runs
+    runs = [kitchen.run(args)] if forms is None else [kitchen.run(form) for form in forms]
+    texts = [text for ran in runs for text in problems(ran)]
+    if forms is not None and not texts:
+        texts += contradictions(*runs)
+    return Found(number, args, list(dict.fromkeys(texts)), runs)
 
 
-def fuzz(count: int, seed: int, first: int = 0, tell: Callable[[str], object] = print) -> int:
-    """Runs ``count`` lines and tells what is wrong; returns how many lines something is wrong with."""
-    kitchen, statuses, wrong, slowest = Kitchen(), Counter[str](), 0, 0.0
-    try:
-        for number in range(first, first + count):
-            found, runs = check_line(kitchen, seed, number)
-            statuses.update(f"{ran.command or 'oomguard'} {ran.status}" for ran in runs)
-            slowest = max([slowest, *(ran.seconds for ran in runs if ran.command not in WORKING)])
-            if found.texts:
-                wrong += 1
-                tell(f"{number}: oomguard {shlex.join(found.args)}")
-                for text in found.texts:
-                    tell(f"    {text}")
-    finally:
-        kitchen.close()
-    tell("")
-    for name in ("oomguard", *COMMANDS):
-        ended = {key.split()[1]: n for key, n in sorted(statuses.items()) if key.split()[0] == name}
-        tell(f"{name:10}" + "".join(f"  {n:5} x status {status}" for status, n in ended.items()))
-    tell(
-        f"{count} lines of seed {seed}, {sum(statuses.values())} runs, slowest {slowest:.1f} s: {wrong} with a problem"
-    )
-    return wrong
+_kitchens: list[Kitchen] = []
+
+
+def _check_in_worker(seed_and_number: tuple[int, int]) -> Found:
+    if not _kitchens:
+        _kitchens.append(Kitchen())
+        atexit.register(_kitchens[0].close)
+    return check_line(_kitchens[0], *seed_and_number)
+
+
+def fuzz(count: int, seed: int, first: int = 0, jobs: int = 2) -> Iterator[Found]:
+    """Runs ``count`` lines, ``jobs`` at a time, and yields what became of each, in order."""
+    numbers = [(seed, number) for number in range(first, first + count)]
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(_check_in_worker, numbers, chunksize=1)
+
+
+def summary(found: list[Found], seed: int) -> Iterator[str]:
+    """How often each command ended in which way, and how many lines something is wrong with."""
+    runs = [ran for each in found for ran in each.runs]
+    for name in ("", *COMMANDS):
+        ended = Counter(str(ran.status) for ran in runs if ran.command == name)
+        yield f"{name or 'none':10}" + "".join(
+            f"  {n:5} x status {status}" for status, n in sorted(ended.items())
+        )
+    slowest = max((ran.seconds for ran in runs if ran.command not in WORKING), default=0.0)
+    wrong = sum(bool(each.texts) for each in found)
+    yield f"{len(found)} lines of seed {seed}, {len(runs)} runs, slowest answer {slowest:.1f} s; with a problem: {wrong}"
 
 
 def run_all(arguments: list[str]) -> int:
     count, seed, first = (*map(int, arguments), *(2000, 7, 0)[len(arguments) :])
+    done = []
     with OUTPUT.open("w") as output:
 
         def tell(text: str) -> None:
             print(text, flush=True)
-            output.write(text + "\n")
-            output.flush()
+            print(text, file=output, flush=True)
 
         tell(f"python benchmarks/fuzz_commands.py {count} {seed} {first}\n")
-        return 1 if fuzz(count, seed, first, tell) else 0
+        for found in fuzz(count, seed, first):
+            done.append(found)
+            if found.texts:
+                tell("\n    ".join([f"{found.number}: oomguard {shlex.join(found.args)}", *found.texts]))
+        tell("\n" + "\n".join(summary(done, seed)))
+    return 1 if any(found.texts for found in done) else 0
 
 
 if __name__ == "__main__":
