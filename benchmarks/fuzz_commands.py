@@ -524,7 +524,7 @@ def _plan_contradictions(text: str, value: dict[str, Any]) -> Iterator[str]:
     elif (said[1] == "Fits") != (choice is not None):
         yield f"{said[0]!r} beside a choice of {choice and choice['batch']}"
     elif choice is not None:
-        if not re.search(rf"\bbatch {choice['batch']:,}\b", said[0]):
+        if not re.search(rf"\bbatch {choice['batch']}\b", said[0].replace(",", "")):
             yield f"{said[0]!r} beside batch {choice['batch']}"
         if format_bytes(choice["peak_bytes"]) not in text:
             yield f"the peak {format_bytes(choice['peak_bytes'])} is not in the text"

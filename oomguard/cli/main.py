@@ -213,16 +213,23 @@ def _one_line(error: Exception, command: str) -> str | None:
     if isinstance(error, click.UsageError):
         where = error.ctx.command_path if error.ctx else command
         text = " ".join(error.format_message().split()).rstrip(".")
-        return f"{where}: {text[:1].lower()}{text[1:]} ({where} --help lists the options)"
+        return f"{where}: {_printable(text[:1].lower() + text[1:])} ({where} --help lists the options)"
     if isinstance(error, click.ClickException):
-        return f"{PROGRAM}: {' '.join(error.format_message().split())}"
+        return f"{PROGRAM}: {_printable(' '.join(error.format_message().split()))}"
     if isinstance(error, OomguardError):
-        return f"{PROGRAM}: {error}"
+        return f"{PROGRAM}: {_printable(str(error))}"
     if isinstance(error, OSError) and error.strerror:
-        return f"{PROGRAM}: {error.strerror}" + (f": {error.filename}" if error.filename else "")
+        return f"{PROGRAM}: {error.strerror}" + (
+            f": {_printable(str(error.filename))}" if error.filename else ""
+        )
     if isinstance(error, ImportError) and not (error.name or PROGRAM).startswith(PROGRAM):
         return f"{PROGRAM}: cannot import {error.name}: {error}"
     return None
+
+
+def _printable(text: str) -> str:
+    """One line, whatever the names in it: a newline or an escape of a terminal is shown, not obeyed."""
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
 
 
 def _say(line: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,16 +109,19 @@ def command(as_json: bool, timeline: Path | None, html: Path | None, **options: 
     if options["sequenced"] and options["memory_limit"] is not None:
         raise InputError("--sequenced is --memory-limit 0; give one of them")
     with waiting("simulating the step"):
-        report = _report(click.get_current_context(), options)
+        device = find_device(options["device"])
+        subject = _subject(click.get_current_context(), options, device)
+        report = _report(subject, device, options)
+        page_report = None if html is None else _for_page(report, subject, device)
     if timeline is not None:
         from oomguard.report.trace_timeline import timeline_json
 
         timeline.write_text(json.dumps(timeline_json(report)), encoding="utf-8")
         click.echo(f"timeline: {timeline}, to be opened in https://ui.perfetto.dev", err=True)
-    if html is not None:
+    if html is not None and page_report is not None:
         from oomguard.report.trace_html import trace_html
 
-        html.write_text(trace_html(report), encoding="utf-8")
+        html.write_text(trace_html(page_report), encoding="utf-8")
         click.echo(f"page: {html}", err=True)
     click.echo(_said(report, as_json))
     return OVER if report.fits is False else WITHIN
@@ -162,12 +166,10 @@ def _subject(ctx: click.Context, options: dict[str, Any], device: Device) -> Sub
     return case_subject(case, how) if case is not None else function_subject(target, how)
 
 
-def _report(ctx: click.Context, options: dict[str, Any]) -> TraceReport:
+def _report(subject: Subject, device: Device, options: dict[str, Any]) -> TraceReport:
     from oomguard.report.trace_report import LabelledTrace, TraceReport
 
-    device = find_device(options["device"])
     budget_bytes, bound_by = _budget(options["budget"], device)
-    subject = _subject(ctx, options, device)
     asked = LabelledTrace(subject.label, subject.about, subject.trace())
     policy: CheckpointPolicy | None = options["compare"]
     over = budget_bytes is not None and asked.result.most_bytes > budget_bytes
@@ -185,6 +187,24 @@ def _report(ctx: click.Context, options: dict[str, Any]) -> TraceReport:
         if over or options["policies"]
         else None,
     )
+
+
+def _for_page(report: TraceReport, subject: Subject, device: Device) -> TraceReport:
+    """The report as a page shows it: with the machine named, and held against what it has where nobody said less.
+
+    The answer on stdout and the exit status stay those that were asked for.
+    """
+    named = replace(report, machine=device.name)
+    if report.budget_bytes is not None:
+        return named
+    try:
+        budget_bytes, bound_by = _budget(AUTO, device)
+    except InputError:
+        return named
+    held = replace(named, budget_bytes=budget_bytes, bound_by=bound_by)
+    if held.fits:
+        return held
+    return replace(held, policies=_policies(subject, budget_bytes, report.policies is not None))
 
 
 def _budget(asked: int | str | None, device: Device) -> tuple[int | None, str]:

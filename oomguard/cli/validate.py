@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from oomguard.cli.options import refuse_beside, wants_colour
+from oomguard.cli.waiting import waiting
 from oomguard.coefficients import Coefficients, read_coefficients, shipped
 from oomguard.errors import InputError
 from oomguard.rows import Row, read_rows, shipped_row_files, usable
@@ -70,7 +71,12 @@ def _trace(backend: str | None, rows_file: Path | None, as_json: bool) -> int:
     own = None if rows_file is None else read_rows(rows_file)[1]
     backends = (backend,) if backend else ("cpu",) if own else ("cpu", "metal")
     sections = []
-    for section in check_all(backends, own):
+    coming = check_all(backends, own)
+    while True:
+        with waiting("simulating the step of every row"):
+            section = next(coming, None)
+        if section is None:
+            break
         sections.append(section)
         if not as_json:
             click.echo(section_text(section, wants_colour()) + "\n")
