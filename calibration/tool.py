@@ -22,7 +22,7 @@ def output_path(arguments: Sequence[str], usage: str) -> Path:
     Raises:
         InputError: none or several, or it lies in a folder that does not exist.
     """
-    if len(arguments) != 1 or arguments[0].startswith("-"):
+    if len(arguments) != 1 or not arguments[0] or arguments[0].startswith("-"):
         raise InputError(f"where to write is one argument; {usage}")
     path = Path(arguments[0])
     if not path.absolute().parent.is_dir():

@@ -24,6 +24,7 @@ LIST = "is not a list"
 PROBLEMS: dict[str, str] = {
     "missing": "missing, and it has no default",
     "extra_forbidden": "there is no such field",
+    "invalid_key": "the names of fields are texts",
     "int_type": WHOLE,
     "int_parsing": WHOLE,
     "int_parsing_size": WHOLE,
@@ -47,7 +48,7 @@ PROBLEMS: dict[str, str] = {
     "too_short": "is too short; it needs {min_length}",
     "too_long": "is too long; it takes {max_length}",
 }
-WITHOUT_VALUE = ("missing", "extra_forbidden")
+WITHOUT_VALUE = ("missing", "extra_forbidden", "invalid_key")
 
 
 def say_problem(problem: Mapping[str, Any]) -> str:

@@ -113,16 +113,19 @@ def test_status_for_an_answer_nobody_reads_is_documented() -> None:
     assert f"{NOT_READ} the answer went nowhere (a closed stdout or pipe)" in shown
 
 
-def test_name_with_a_newline_or_an_escape_is_shown_in_one_line(tmp_path: Path) -> None:
-    for line in (
+@pytest.mark.parametrize(
+    "line",
+    [
         "validate --coefficients $'a\\nb.json'",
         "trace $'a\\nb.py:f'",
         "plan --config $'\\e[31m.json'",
         "$'a\\nb'",
-    ):
-        ran = shell(f"cd {tmp_path}; {PROGRAM} {line}")
-        assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (2, "", 1)
-        assert "\x1b" not in ran.stderr
+    ],
+)
+def test_name_with_a_newline_or_an_escape_is_shown_in_one_line(line: str, tmp_path: Path) -> None:
+    ran = shell(f"cd {tmp_path}; {PROGRAM} {line}")
+    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (2, "", 1)
+    assert "\x1b" not in ran.stderr
 
 
 def test_printed_json_is_whole_where_stderr_is_closed() -> None:
