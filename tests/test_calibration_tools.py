@@ -47,7 +47,7 @@ def test_refit_writes_every_profile_into_the_folder_named(
     from oomguard.fit import Refit
 
     kept = {name: shipped(name) for name in ("cpu", "metal")}
-    monkeypatch.setattr(refit, "refits", lambda: {name: Refit(found, ()) for name, found in kept.items()})
+    monkeypatch.setattr(refit, "refits", lambda: {name: Refit(found, (), ()) for name, found in kept.items()})
     refit.main([str(tmp_path / "coefficients")])
     for name, found in kept.items():
         assert read_coefficients(tmp_path / "coefficients" / f"{name}.json") == found
