@@ -42,7 +42,7 @@ def test_every_command_has_an_answer_here() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["plan --preset tiny", *ANSWERS.values(), "--help", "--version", "plan --help"]
+    "line", ["plan", "plan --preset tiny", *ANSWERS.values(), "--help", "--version", "plan --help"]
 )
 def test_closed_stdout_is_no_answer(line: str) -> None:
     ran = shell(f"{PROGRAM} {line} >&-")
@@ -75,7 +75,7 @@ def test_measure_into_a_command_that_reads_nothing_is_no_answer() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", ["trace --preset tiny", *ANSWERS.values()])
+@pytest.mark.parametrize("line", ANSWERS.values(), ids=list(ANSWERS))
 def test_closed_stderr_leaves_the_answer(line: str) -> None:
     ran = shell(f"{PROGRAM} {line} 2>&-")
     assert ran.returncode == 0

@@ -63,6 +63,7 @@ LINES = [
     *((f"trace own.py:f {option}", "own.py:f is a step already") for option in STEP[6:11]),
     ("trace --preset tiny --sequenced --memory-limit 1GB", "--sequenced is --memory-limit 0"),
     ("validate --engine trace --coefficients x.json", "--engine trace simulates and fits nothing"),
+    (f"validate --engine trace --backend metal --rows {ROWS}", "--backend metal traces the shipped rows"),
     ("calibrate --forget --minutes 1", "--forget measures nothing"),
     (f"train --preset tiny --corpus {TEXT} --clip-norm 2", "without --clip no gradient is clipped"),
     (f"train --preset tiny --corpus {TEXT} --val-fraction 0 --val-every 2", "leaves nothing to validate on"),
@@ -70,6 +71,8 @@ LINES = [
         f"train --preset tiny --corpus {TEXT} --val-fraction 0 --val-batches 2",
         "leaves nothing to validate on",
     ),
+    (f"train --preset tiny --corpus {TEXT} --optimizer sgd --weight-decay 0.1", "sgd has no weight decay"),
+    (f"train --preset tiny --corpus {TEXT} --optimizer adam --weight-decay 0.1", "adam has no weight decay"),
     (f"train --preset tiny --corpus {TEXT} --save-every 2", "--save-every: where to? Give --out"),
 ]
 
@@ -90,3 +93,11 @@ def test_option_at_its_default_that_was_not_given_is_no_mistake() -> None:
     assert run("measure", ROWS)[0] == 0
     assert run("measure", "--list-cases", "--json")[0] == 0
     assert run("measure", ROWS, "--json")[0] == 0
+
+
+def test_traced_rows_of_another_backend_are_no_rows_of_the_cpu() -> None:
+    metal = [row.model_copy(update={"backend": "metal"}) for row in made_up_rows(2)]
+    write_rows(Path("metal.jsonl"), metal)
+    assert "metal.jsonl holds no rows measured on the cpu" in mistake(
+        "validate", "--engine", "trace", "--rows", "metal.jsonl"
+    )

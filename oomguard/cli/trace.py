@@ -77,7 +77,12 @@ DESCRIBES = ("batch", "grad_checkpoint", "accumulate", "ctx_tokens", "optimizer"
 @click.option(
     "--timeline", type=OUTPUT, metavar="FILE.json", help="Write a timeline that ui.perfetto.dev opens."
 )
-@click.option("--html", type=OUTPUT, metavar="FILE.html", help="Write a page with the step to explore.")
+@click.option(
+    "--html",
+    type=OUTPUT,
+    metavar="FILE.html",
+    help="Write a page with the step to explore, held against what the machine has.",
+)
 def command(as_json: bool, timeline: Path | None, html: Path | None, **options: Any) -> int:
     """Simulate a training step without running it: its peak, when it is reached,
     and what holds the memory then. Nothing is allocated; a model whose parameters

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from oomguard.planner import Plan
 
 DEFAULT_STEPS = 100
+WITHOUT_DECAY = ("sgd", "adam")  # as model.step builds them
 LEAST_RATE = 1e-12  # of a learning rate or a norm to clip to: 0 would teach nothing
 
 HELP = """Train the preset GPT on a text, with the setting the planner picks, inside the budget.
@@ -193,6 +194,9 @@ class Request:
         saved = self.saved.settings if self.saved else None
         if not self.value("clip", saved and saved.step.clip_norm):
             refuse_beside(("clip_norm",), "without --clip no gradient is clipped")
+        optimizer = self.value("optimizer", saved and saved.step.optimizer)
+        if optimizer in WITHOUT_DECAY:
+            refuse_beside(("weight_decay",), f"{optimizer} has no weight decay")
         if self.value("val_fraction", saved and saved.val_fraction) == 0:
             refuse_beside(("val_every", "val_batches"), "--val-fraction 0 leaves nothing to validate on")
 
