@@ -36,7 +36,7 @@ HELP = """Run a training step in a process of its own and keep what it peaked at
   oomguard measure --case NAME                one of --list-cases
   oomguard measure train.py:build_step        a step of your own
   oomguard measure sweep.json --out rows.jsonl
-  oomguard measure rows.jsonl                 show rows, also printed by --json
+  oomguard measure rows.jsonl                 show rows, also those of --json
 
 Memory is read from step 2 on, the peak reset before each step: the median of --steps steps, and how far
 apart they lie. "sequenced" is the same with MLX's memory limit at 0, where nothing runs ahead. A sweep can be
