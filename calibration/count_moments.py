@@ -1,12 +1,12 @@
 """Counts, with the trace engine, which tensors are alive and in flight where the peak of a GPT step can lie.
 
-    python -m oomguard.calibration.count_moments            all of them, half an hour on two cores
-    python -m oomguard.calibration.count_moments --missing  those the file does not have yet
+    python -m oomguard.calibration.count_moments FILE            all of them, half an hour on two cores
+    python -m oomguard.calibration.count_moments FILE --missing  those the shipped file does not have yet
 
 The graph of the preset GPT depends on its layers, policy, optimizer and on whether it is compiled, not on its
 widths. So steps of many widths have the same primitives in the same order, and the bytes active at each are a
 sum of tensor sizes with whole numbers in front: those numbers are solved for here. Of all primitives only those
-are kept that are the largest for some shape. Writes ``oomguard/data/moments.json``.
+are kept that are the largest for some shape. FILE is ``oomguard/data/moments.json`` in a checkout.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import multiprocessing
 import random
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from importlib import resources
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from oomguard.calibration.tool import output_path, run_tool
 from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
 from oomguard.inventory import Inventory
 from oomguard.model.step import build_step
 from oomguard.trace.engine import capture_built, counted_timelines
 
-OUT = Path(__file__).resolve().parent.parent / "oomguard" / "data" / "moments.json"
+USAGE = "python -m oomguard.calibration.count_moments FILE.json [--missing]"
 SAMPLES = 16
 SHAPES_TO_COVER = 3000
 TOLERANCE = 0.002  # of the peak: a primitive within this of the largest says nothing new
@@ -74,8 +75,9 @@ BARE_LAYERS = {"custom_function": (4,)}
 Matrix = NDArray[np.float64]
 
 
-def main(missing: bool) -> None:
-    found: dict[str, Any] = json.loads(OUT.read_text())["moments"] if missing else {}
+def main(arguments: list[str]) -> None:
+    out = output_path([argument for argument in arguments if argument != "--missing"], USAGE)
+    found: dict[str, Any] = _shipped() if "--missing" in arguments else {}
     tasks = [
         task for task in graphs_to_count() if str(task[2]) not in found.get(task[0], {}).get(task[1], {})
     ]
@@ -83,9 +85,14 @@ def main(missing: bool) -> None:
         for (way, what, layers, _), kinds in zip(tasks, pool.imap(_count_task, tasks), strict=True):
             found.setdefault(way, {}).setdefault(what, {})[str(layers)] = kinds
             print(f"{way}, {what}, {layers} layers", file=sys.stderr, flush=True)
-    OUT.write_text(
+    out.write_text(
         json.dumps({"schema": "oomguard.moments/1", "moments": found}, separators=(",", ":")) + "\n"
     )
+
+
+def _shipped() -> dict[str, Any]:
+    tables: dict[str, Any] = json.loads(resources.files("oomguard").joinpath("data/moments.json").read_text())
+    return dict(tables["moments"])
 
 
 def graphs_to_count() -> Iterator[tuple[str, str, int, dict[str, Any]]]:
@@ -270,4 +277,4 @@ def named(names: list[str], counts: Matrix) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main("--missing" in sys.argv[1:])
+    run_tool(main)

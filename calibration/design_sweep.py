@@ -1,9 +1,9 @@
-"""Writes ``sweeps/cpu.jsonl``: the configurations the CPU coefficients are fitted on.
+"""Writes the configurations the CPU coefficients are fitted on.
 
 Stratified and seeded: every policy, both ways of running, three dtypes, all optimizers, accumulation and
 clipping, over shapes drawn between the presets, and the presets themselves where they run in seconds.
 
-    python -m oomguard.calibration.design_sweep
+    python -m oomguard.calibration.design_sweep calibration/sweeps/cpu.jsonl
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from oomguard.calibration.tool import output_path, run_tool
+
 Entry = dict[str, Any]
-OUT = Path(__file__).parent / "sweeps" / "cpu.jsonl"
+USAGE = "python -m oomguard.calibration.design_sweep FILE.jsonl"
 SEED = 20
 MAX_FLOPS = {"float32": 40e9, "bfloat16": 4e9, "float16": 4e9}
 MIN_TOKENS, MAX_TOKENS = 128, 8192
@@ -110,10 +111,9 @@ def entries() -> Iterator[Entry]:
         yield {**entry, "clip_norm": True, "compiled": rng.random() < 0.5}
 
 
-def main() -> None:
-    OUT.parent.mkdir(exist_ok=True)
-    OUT.write_text("".join(json.dumps(entry) + "\n" for entry in entries()))
+def main(arguments: list[str]) -> None:
+    output_path(arguments, USAGE).write_text("".join(json.dumps(entry) + "\n" for entry in entries()))
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

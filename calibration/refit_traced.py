@@ -17,13 +17,12 @@ from statistics import median
 import numpy as np
 
 from oomguard.calibration.design_sweep import policy, shape
-from oomguard.calibration.refit import ROWS
 from oomguard.calibration.trace_check import trace_row
 from oomguard.coefficients import Coefficients
 from oomguard.config import CheckpointPolicy, Dtype, ModelConfig, StepConfig
 from oomguard.estimate import estimate
 from oomguard.fit import fit_profile
-from oomguard.rows import Header, Row, read_rows
+from oomguard.rows import Header, Row, read_rows, shipped_rows_path
 
 COUNT = 2000
 SEED = 7
@@ -70,7 +69,7 @@ def errors(coefficients: Coefficients, rows: list[Row]) -> list[float]:
 
 
 def main(count: int) -> None:
-    header, measured = read_rows(ROWS / "cpu.jsonl")
+    header, measured = read_rows(shipped_rows_path("cpu.jsonl"))
     traced = list(traced_rows(header, count))
     tests = traced[::HELD_BACK]
     learnt = [row for i, row in enumerate(traced) if i % HELD_BACK]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,7 +21,7 @@ import mlx.nn as nn
 from oomguard.calibration.public import cross_entropy
 from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
 from oomguard.model.step import BuiltStep, build_step
-from oomguard.rows import Row, read_rows
+from oomguard.rows import Row, read_rows, shipped_rows_path
 from oomguard.trace.capture import Capture, capture
 from oomguard.trace.engine import simulate
 from oomguard.trace.lower import LOWERED, Version
@@ -31,7 +30,7 @@ from oomguard.trace.remat import apply_policy
 from oomguard.trace.result import TraceResult
 from oomguard.units import MIB
 
-ROWS = Path(__file__).parent / "rows" / "metal-m5pro.jsonl"
+ROWS = shipped_rows_path("metal-m5pro.jsonl")
 M5_PRO = Chip(17, "s")
 SWIFT_MLX: Version = (0, 31, 1)
 """What MLX-Swift 0.31.1 to 0.31.6 hold, the first released with the M5 Pro on sale."""

@@ -12,8 +12,9 @@ checkpointing.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -25,6 +26,7 @@ from mlx.utils import tree_map
 
 from oomguard.config import CheckpointPolicy, Segment
 from oomguard.errors import InputError
+from oomguard.problems import check_type
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Forward = Callable[..., Any]
@@ -107,7 +109,11 @@ def checkpoint_layers(
     Raises:
         InputError: something in ``layers`` is not a module, appears twice, or is already checkpointed.
     """
-    policy = CheckpointPolicy.parse(policy) if isinstance(policy, str) else policy
+    policy = policy if isinstance(policy, CheckpointPolicy) else CheckpointPolicy.parse(policy)
+    check_type("layers", layers, Iterable, "the list of a model's layers, such as model.layers")
+    check_type("block_to_boundary", block_to_boundary, (int, float), "a ratio such as 32.0")
+    if not 0 < block_to_boundary < math.inf:
+        raise InputError(f"block_to_boundary {block_to_boundary} is no ratio; give one such as 32.0")
     layers = list(layers)
     _check_layers(layers)
     handle = CheckpointHandle(policy, policy.segments(len(layers), block_to_boundary) if layers else ())

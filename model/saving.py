@@ -8,7 +8,6 @@ the old file or the new one.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import struct
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pydantic import Field, ValidationError
 from oomguard.config import Frozen, first_problem
 from oomguard.errors import InputError
 from oomguard.model.run_settings import RunSettings
+from oomguard.reading import parse_json
 from oomguard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from oomguard.model.step import BuiltStep
 
-SCHEMA = "oomguard.train/1"
+SCHEMA = "oomguard.saved-run/1"
+EARLIER_SCHEMA = "oomguard.train/1"  # the same, under the name of what ``train --json`` prints
 METADATA_KEY = "oomguard"
 MODEL, OPTIMIZER, RANDOM = "model.", "optimizer.", "random"
 LENGTH_BYTES = 8
@@ -77,12 +78,13 @@ def open_run(path: str | Path) -> SavedRun:
     if not isinstance(text, str):
         raise InputError(f"{path} is a safetensors file, but not a run that oomguard train saved")
     try:
-        value = json.loads(text)
-        if not isinstance(value, dict) or value.get("schema") != SCHEMA:
-            raise InputError(f"{path} was saved by another version of oomguard; this one reads {SCHEMA}")
+        value = parse_json(text)
+    except ValueError as error:
+        raise InputError(f"{path}: its settings are damaged ({error})") from error
+    if not isinstance(value, dict) or value.get("schema") not in (SCHEMA, EARLIER_SCHEMA):
+        raise InputError(f"{path} was saved by another version of oomguard; this one reads {SCHEMA}")
+    try:
         return SavedRun(path, Progress.model_validate(value))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}: its settings are damaged ({error.msg})") from error
     except ValidationError as error:
         raise InputError(f"{path}: its settings are damaged: {first_problem(error)}") from error
 
@@ -101,7 +103,7 @@ def _read_header(path: Path, prefix: bytes, read: Any, size: int) -> dict[str, A
     if len(text) < length:
         raise InputError(f"{path} is cut short: its header alone is longer than its {size} bytes")
     try:
-        header = json.loads(text)
+        header = parse_json(text.decode())
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         whole = LENGTH_BYTES + length + max(ends, default=0)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:

@@ -7,7 +7,6 @@ where the count is what a device really holds.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from functools import cache
@@ -19,6 +18,7 @@ from pydantic import Field, ValidationError
 
 from oomguard.config import Frozen, StepConfig, first_problem
 from oomguard.errors import InputError
+from oomguard.reading import parse_json, read_text
 
 SCHEMA = "oomguard.coefficients/1"
 
@@ -124,23 +124,15 @@ def read_coefficients(path: str | Path) -> Coefficients:
     Raises:
         InputError: unreadable, damaged, or not a coefficients file; the text says how to go on without it.
     """
-    path = Path(path)
-    try:
-        return _parse(path.read_text(), str(path))
-    except OSError as error:
-        raise InputError(f"cannot read coefficients {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path} is not a coefficients file; run `oomguard calibrate` to make one"
-        ) from error
+    return _parse(read_text(path, "coefficients"), str(path))
 
 
 def _parse(text: str, where: str) -> Coefficients:
     again = "delete it, or run `oomguard calibrate` to make it again"
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"coefficients file {where} is damaged ({error.msg}); {again}") from error
+        value = parse_json(text)
+    except ValueError as error:
+        raise InputError(f"coefficients file {where} is damaged ({error}); {again}") from error
     if not isinstance(value, dict) or value.get("schema") != SCHEMA:
         raise InputError(f"{where} is not a coefficients file of schema {SCHEMA}; {again}")
     try:

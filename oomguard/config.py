@@ -6,7 +6,6 @@ imports MLX or counts a byte; ``inventory.py`` does the counting, ``model/`` the
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -17,6 +16,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from oomguard.errors import InputError
+from oomguard.problems import say_problem
+from oomguard.reading import parse_json, read_text
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Optimizer = Literal["sgd", "adam", "adamw", "lion", "adafactor", "muon"]
@@ -95,20 +96,17 @@ class ModelConfig(Frozen):
         """
         path = Path(path)
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(value, dict):
-                raise InputError(f"config {path} is not a JSON object with n_layers, d_model, ...")
-            return cls.model_validate({"name": path.stem, **value})
-        except OSError as error:
-            raise InputError(f"cannot read config {path}: {error.strerror}") from error
-        except ValidationError as error:
-            raise InputError(f"config {path}: {first_problem(error)}") from error
-        except UnicodeDecodeError as error:
-            raise InputError(f"config {path} is not text") from error
+            value = parse_json(read_text(path, "config"))
         except InputError:
             raise
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise InputError(f"config {path} is not a JSON object: {error}") from error
+        if not isinstance(value, dict):
+            raise InputError(f"config {path} is not a JSON object with n_layers, d_model, ...")
+        try:
+            return cls.model_validate({"name": path.stem, **value})
+        except ValidationError as error:
+            raise InputError(f"config {path}: {first_problem(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -164,7 +162,7 @@ class CheckpointPolicy(Frozen):
             r"(?P<plain>none|every|custom_function|attention)"
             r"|stride=(?P<stride>\d{1,9}|sqrt|auto)|(?P<root>sqrt)"
             r"|(?P<core>attention,)?blocks=(?P<blocks>\d{1,9})",
-            text.strip().lower(),
+            str(text).strip().lower(),
         )
         if match is None:
             raise InputError(f"{text!r} is not a checkpoint policy; choose {say_policies()}")
@@ -258,16 +256,28 @@ class StepConfig(Frozen):
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first failure of a validation, as one line that names the field and the value."""
+    """The first failure of a validation, as one line that names the field, the value and what would work."""
     problem = error.errors()[0]
+    said = say_problem(problem)
+    if problem["type"] == "extra_forbidden":
+        said += _near_field(error.title, problem["loc"])
     # A union adds which of its members refused ("constrained-int"): no field of ours, and no word for a user.
     where = ".".join(
         str(part) for part in problem["loc"] if str(part).isidentifier() or isinstance(part, int)
     )
-    text = problem["msg"].removeprefix("Value error, ")
-    value = problem.get("input")
-    shown = f" (got {value!r})" if isinstance(value, str | int | float | bool) else ""
-    return f"{where}: {text}{shown}" if where else text
+    return f"{where}: {said}" if where else said
+
+
+def _near_field(model_name: str, loc: tuple[str | int, ...]) -> str:
+    """``; did you mean n_heads?`` where a model of ours has a field of nearly that name."""
+    import difflib
+
+    model = next((model for model in Frozen.__subclasses__() if model.__name__ == model_name), None)
+    if model is None or len(loc) != 1:
+        return ""
+    names = [field.alias or name for name, field in model.model_fields.items()]
+    near = difflib.get_close_matches(str(loc[0]), names, n=1, cutoff=0.7)
+    return f"; did you mean {near[0]}?" if near else f"; the fields are {', '.join(names)}"
 
 
 def check_seq_len(model: ModelConfig, step: StepConfig) -> None:

@@ -90,7 +90,7 @@ def find_device(name: str | None = None) -> Device:
     """
     if name is None:
         return local_device()
-    wanted = name.strip().lower().replace(" ", "-").replace("_", "-")
+    wanted = str(name).strip().lower().replace(" ", "-").replace("_", "-")
     if wanted in BACKENDS:
         return _backend_here(wanted)
     if generic := _GENERIC.fullmatch(wanted):
@@ -372,7 +372,7 @@ def recall_probe(name: str, memory_bytes: int) -> Probe | None:
     """The kept probe, if it is of this chip, this memory and this release of macOS."""
     try:
         probe = Probe(**json.loads(probe_path().read_text()))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
     same = (probe.name, probe.memory_bytes, probe.macos) == (name, memory_bytes, _macos())
     return probe if same else None

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from oomguard.errors import InputError, OomguardError
+from oomguard.problems import check_callable, check_type
 from oomguard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -85,6 +86,21 @@ class Guard:
         warn_at: float = 0.95,
         on_notice: Callable[[Notice], object] | None = None,
     ) -> None:
+        sizes = {
+            "predicted_bytes": predicted_bytes,
+            "high_bytes": high_bytes,
+            "cache_limit_bytes": cache_limit_bytes,
+            "memory_limit_bytes": memory_limit_bytes,
+        }
+        check_type("budget_bytes", budget_bytes, int, "a whole number of bytes")
+        for name, size in sizes.items():
+            if size is not None:
+                check_type(name, size, int, "a whole number of bytes, or None")
+                if size < 0:
+                    raise InputError(f"{name} of {size} is less than nothing; give bytes, or None")
+        check_type("warn_at", warn_at, (int, float), "a share of the budget such as 0.95")
+        if on_notice is not None:
+            check_callable("on_notice", on_notice, "a function that takes a Notice, or None")
         if budget_bytes <= 0:
             raise InputError(f"a budget of {budget_bytes} bytes holds nothing; give what the run may use")
         if not 0 < warn_at <= 1:
@@ -112,6 +128,9 @@ class Guard:
         Raises:
             InputError: the plan has no choice, because nothing fits.
         """
+        from oomguard.planner import Plan
+
+        check_type("plan", plan, Plan, "what oomguard.plan(...) returns")
         if plan.choice is None:
             raise InputError("the plan has no choice to guard: nothing fits its budget")
         return cls(

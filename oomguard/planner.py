@@ -26,6 +26,7 @@ from oomguard.config import (
 )
 from oomguard.device import Device, find_device
 from oomguard.errors import InputError
+from oomguard.problems import check_type
 from oomguard.search import (
     Candidate,
     Estimator,
@@ -183,6 +184,9 @@ def plan(
     shape = read_model(model)
     policy = read_policy(grad_checkpoint)
     sequences = read_batch(batch)
+    switches = {"clip_norm": clip_norm, "compiled": compiled, "evaluate_micro_steps": evaluate_micro_steps}
+    for name, switch in switches.items():
+        check_type(name, switch, bool, "True or False")
     step = StepConfig(
         batch=1,
         seq_len=shape.context if seq_len is None else read_count(seq_len),
@@ -240,6 +244,7 @@ def read_model(model: str | Path | Mapping[str, Any] | ModelConfig) -> ModelConf
             return ModelConfig.model_validate(dict(model))
         except ValidationError as error:
             raise InputError(f"model: {first_problem(error)}") from error
+    check_type("model", model, (str, Path), "a preset's name, a config's path, a dictionary or a ModelConfig")
     if isinstance(model, Path) or model.endswith(".json"):
         return ModelConfig.from_file(model)
     from oomguard.presets import preset

@@ -25,8 +25,8 @@ def preset(name: str) -> ModelConfig:
         InputError: no such preset; the text gives the near names, or all of them.
     """
     known = presets()
-    if name in known:
-        return known[name]
-    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+    if str(name) in known:
+        return known[str(name)]
+    near = difflib.get_close_matches(str(name).lower(), known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
     raise InputError(f"unknown preset {name!r}; {hint}")

@@ -11,17 +11,25 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import resources
 from io import FileIO
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NoReturn
 
 from pydantic import Field, ValidationError, model_validator
 
 from oomguard.config import Frozen, ModelConfig, StepConfig, first_problem
 from oomguard.errors import InputError
+from oomguard.problems import shown
+from oomguard.reading import json_values, parse_json, read_text
 
 SCHEMA: Final = "oomguard.rows/1"
+PRINTED_SCHEMA: Final = "oomguard.measure/1"
+
+_PRINTED = re.compile(r'\s*\{\s*"schema"\s*:\s*"oomguard\.measure/1"')
+_START_BYTES = 1 << 16  # a header is some hundred
 
 Bytes = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -99,7 +107,7 @@ def row_key(case: str, model: ModelConfig | None, step: StepConfig | None) -> st
 
 
 def read_rows(path: str | Path) -> tuple[Header, list[Row]]:
-    """Header and rows of one file.
+    """Header and rows of one file: a row file, or what ``oomguard measure --json`` printed, once or several times.
 
     A last line without its newline is a row that was being written when the process died; it is left out.
 
@@ -107,16 +115,13 @@ def read_rows(path: str | Path) -> tuple[Header, list[Row]]:
         InputError: not readable, no header, or a line that is not a row; the text names the line and field.
     """
     path = Path(path)
-    try:
-        whole, _, _cut = path.read_bytes().rpartition(b"\n")
-        lines = whole.decode().split("\n")
-    except OSError as error:
-        raise InputError(f"cannot read row file {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"row file {path} is not text") from error
+    text = read_text(path, "row file")
+    if _is_printed(text):
+        return _read_printed(path, text)
+    whole, _, _cut = text.rpartition("\n")
     header: Header | None = None
     rows: list[Row] = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(whole.split("\n"), start=1):
         if not line.strip():
             continue
         value = _parse_line(path, number, line)
@@ -133,15 +138,86 @@ def read_rows(path: str | Path) -> tuple[Header, list[Row]]:
     return header, rows
 
 
+def is_row_file(path: str | Path) -> bool:
+    """Whether ``read_rows`` is what reads the file: by its first line, or by the schema of a printed object."""
+    start = _start_of(path)
+    if _is_printed(start):
+        return True
+    try:
+        first = parse_json(start.lstrip().partition("\n")[0])
+    except ValueError:
+        return False
+    return isinstance(first, dict) and str(first.get("schema", "")).startswith(SCHEMA.split("/")[0])
+
+
+def is_printed(path: str | Path) -> bool:
+    """Whether the file is what ``oomguard measure --json`` printed, to which no row can be added."""
+    return _is_printed(_start_of(path))
+
+
+def _start_of(path: str | Path) -> str:
+    """The first lines of a file; nothing of one that cannot be read."""
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(_START_BYTES).decode("utf-8-sig", errors="ignore")
+    except (OSError, ValueError):
+        return ""
+
+
+def printed_rows(rows: Sequence[Row]) -> dict[str, Any]:
+    """The object ``oomguard measure --json`` prints; ``read_rows`` reads it again."""
+    return {
+        "schema": PRINTED_SCHEMA,
+        "rows": [row.model_dump(mode="json", exclude_none=True) for row in rows],
+    }
+
+
+def _is_printed(text: str) -> bool:
+    return _PRINTED.match(text) is not None
+
+
+def _read_printed(path: Path, text: str) -> tuple[Header, list[Row]]:
+    """The rows of printed objects. Each says itself what measured it; the first one speaks for the file."""
+    try:
+        values = json_values(text)
+    except ValueError as error:
+        raise InputError(f"row file {path} is not JSON: {error}") from error
+    found: list[Row] = []
+    for value in values:
+        rows = (
+            value.get("rows") if isinstance(value, dict) and value.get("schema") == PRINTED_SCHEMA else None
+        )
+        if not isinstance(rows, list):
+            raise InputError(f"row file {path}: beside what measure --json printed stands {shown(value)}")
+        for row in rows:
+            try:
+                found.append(Row.model_validate(row))
+            except ValidationError as error:
+                raise InputError(f"{path}, row {len(found) + 1}: {first_problem(error)}") from error
+    if not found:
+        raise InputError(f"row file {path} holds no rows")
+    first = found[0]
+    header = Header(
+        machine=first.machine,
+        system="",
+        mlx=first.mlx,
+        backend=first.backend,
+        commit=first.commit,
+        date=first.date,
+        command="oomguard measure --json",
+    )
+    return header, found
+
+
 def _parse_line(path: Path, number: int, line: str) -> Any:
-    def refuse(constant: str) -> None:
+    def refuse(constant: str) -> NoReturn:
         raise InputError(f"{path}, line {number}: {constant} is not a measurement")
 
     try:
-        return json.loads(line, parse_constant=refuse)
+        return parse_json(line, refuse)
     except InputError:
         raise
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InputError(f"{path}, line {number}: not JSON ({error})") from error
 
 
@@ -210,9 +286,14 @@ def _whole_length(file: FileIO, end: int) -> int:
     return 0
 
 
+def shipped_rows_path(name: str) -> Path:
+    """One of the row files that ship in ``calibration/rows``."""
+    return Path(str(resources.files("oomguard").joinpath("calibration", "rows", name)))
+
+
 def shipped_row_files() -> Iterator[Path]:
     """The row files that ship in ``calibration/rows``."""
-    yield from sorted((Path(__file__).parent / "calibration" / "rows").glob("*.jsonl"))
+    yield from sorted(shipped_rows_path("").glob("*.jsonl"))
 
 
 def usable(rows: Iterable[Row]) -> list[Row]:

@@ -97,7 +97,7 @@ def read_policy(value: str | CheckpointPolicy) -> CheckpointPolicy | Auto:
     """
     if isinstance(value, CheckpointPolicy):
         return value
-    if value.strip().lower() == AUTO:
+    if str(value).strip().lower() == AUTO:
         return AUTO
     try:
         return CheckpointPolicy.parse(value)
@@ -111,7 +111,7 @@ def read_optimizer(value: str) -> Optimizer:
     Raises:
         InputError: another name; the text gives the near ones.
     """
-    name = value.strip().lower()
+    name = str(value).strip().lower()
     if name in OPTIMIZERS:
         return name
     raise InputError(f"unknown optimizer {value!r}; {near_names(name, OPTIMIZERS)}")
@@ -123,7 +123,7 @@ def read_dtype(value: str) -> Dtype:
     Raises:
         InputError: another name.
     """
-    dtype = DTYPES.get(value.strip().lower())
+    dtype = DTYPES.get(str(value).strip().lower())
     if dtype is None:
         raise InputError(f"unknown dtype {value!r}; choose fp32, bf16 or fp16")
     return dtype
@@ -135,7 +135,7 @@ def read_engine(value: str) -> Engine:
     Raises:
         InputError: another name.
     """
-    name = value.strip().lower()
+    name = str(value).strip().lower()
     if name in ENGINES:
         return name
     raise InputError(f"unknown engine {value!r}; {near_names(name, ENGINES)}")

@@ -249,13 +249,16 @@ def test_mistake_gets_one_clear_line_and_status_2(
     [
         ("", "is not a JSON object"),
         ("[1, 2]", "is not a JSON object"),
-        ('{"n_layers": 2}', "d_model: Field required"),
+        ('{"n_layers": 2}', "d_model: missing, and it has no default"),
         (
             '{"n_layers": 2, "d_model": 64, "n_heads": 5, "d_mlp": 4, "context": 4}',
             "n_heads 5 does not divide d_model 64",
         ),
         ('{"n_layers": 0, "d_model": 64, "n_heads": 4, "d_mlp": 4, "context": 4}', "n_layers"),
-        ('{"n_layers": 2, "d_model": 64, "n_heads": 4, "d_mlp": 4, "context": 4, "x": 1}', "x: Extra inputs"),
+        (
+            '{"n_layers": 2, "d_model": 64, "n_heads": 4, "d_mlp": 4, "context": 4, "x": 1}',
+            "x: there is no such field",
+        ),
     ],
 )
 def test_damaged_config_gets_one_clear_line(

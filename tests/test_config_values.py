@@ -64,7 +64,7 @@ def test_policy_parse_gives_a_policy_or_one_line(text: str) -> None:
         ("stride=-1", "choose none, every, stride=K"),
         ("every,blocks=2", "choose none, every, stride=K"),
         ("stride=2.5", "choose none, every, stride=K"),
-        ("stride=0", r"^checkpoint policy 'stride=0': stride: .*greater than 0 \(got 0\)$"),
+        ("stride=0", "^checkpoint policy 'stride=0': stride: 0 is too small; the least is 1$"),
     ],
 )
 def test_policy_refuses_what_is_not_one(text: str, said: str) -> None:
@@ -164,13 +164,13 @@ def test_shape_counts_the_parameters_of_a_block_by_hand() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"n_layers": 0}, "n_layers: Input should be greater than 0 (got 0)"),
-        ({"n_layers": 10**9}, "n_layers: Input should be less than or equal to 10000 (got 1000000000)"),
-        ({"context": 1 << 31}, "context: Input should be less than 2147483648 (got 2147483648)"),
-        ({"d_model": "wide"}, "d_model: Input should be a valid integer, unable to parse"),
-        ({"dropout": 1.0}, "dropout: Input should be less than 1 (got 1.0)"),
+        ({"n_layers": 0}, "n_layers: 0 is too small; the least is 1"),
+        ({"n_layers": 10**9}, "n_layers: 1000000000 is too large; the most is 10000"),
+        ({"context": 1 << 31}, "context: 2147483648 is too large; the most is 2147483647"),
+        ({"d_model": "wide"}, "d_model: 'wide' is not a whole number; write one such as 8"),
+        ({"dropout": 1.0}, "dropout: 1.0 is too large; it must be less than 1"),
         ({"dropout": float("nan")}, "dropout: "),
-        ({"n_head": 6}, "n_head: Extra inputs are not permitted (got 6)"),
+        ({"n_head": 6}, "n_head: there is no such field; did you mean n_heads?"),
     ],
 )
 def test_shape_names_the_field_and_the_value_that_are_wrong(change: dict[str, object], said: str) -> None:
@@ -195,7 +195,7 @@ def test_shape_reads_from_a_file_named_after_it(tmp_path: Path) -> None:
         ("[" * 100_000, "is not a JSON object"),
         ('{"n_layers": ' + "9" * 5000 + "}", "is not a JSON object"),
         ("\ud8ff", "is not text"),
-        ('{"n_layers": 2}', "d_model: Field required"),
+        ('{"n_layers": 2}', "d_model: missing, and it has no default"),
         (json.dumps({**SHAPE, "n_heads": 7}), "n_heads 7 does not divide d_model 384"),
     ],
 )

@@ -121,10 +121,10 @@ def test_shipped_sweep_of_cases_holds_them_all(project: Path) -> None:
             "entry 2: unknown preset 'tinny'",
         ),
         ([{"preset": "tiny", "batch": []}], "batch is an empty list"),
-        ([{"preset": "tiny"}], "batch: Field required"),
+        ([{"preset": "tiny"}], "batch: missing, and it has no default"),
         (
             [{"preset": "tiny", "batch": [1, 0]}],
-            "batch: Input should be greater than 0 (got 0) in preset tiny, batch 0",
+            "batch: 0 is too small; the least is 1 (in preset tiny, batch 0)",
         ),
         ([{"preset": "tiny", "batch": 1, "ctx": 1, "seq_len": 1}], "are the same setting: give one"),
         ([{"preset": "tiny", "config": "x", "batch": 1}], "preset and config both give a shape"),

@@ -220,3 +220,55 @@ def test_the_example_is_traced(capsys: pytest.CaptureFixture[str], project: Path
     assert found["compared"]["peak_bytes"] < found["peak_bytes"]
     runpy.run_path(str(example), run_name="__main__")
     assert re.match(r"peak [\d.]+ MiB: backward", capsys.readouterr().out)
+
+
+def page_of(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, *args: str
+) -> tuple[int, str, dict[str, Any]]:
+    """The exit status, what was printed, and the numbers in the page."""
+    path = tmp_path / "page.html"
+    status, out, _ = run(capsys, "trace", *args, "--html", str(path))
+    found = re.search(
+        r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.DOTALL
+    )
+    assert found is not None
+    return status, out, json.loads(found[1])
+
+
+def test_page_names_the_machine_asked_about_and_holds_the_step_against_what_it_has(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    status, out, page = page_of(capsys, tmp_path, "--preset", "tiny", "--device", "m5-pro-48gb")
+    assert (status, page["fits"], page["advice"]) == (0, True, [])
+    assert page["machine"] == "Apple M5 Pro, 48 GiB (metal)"
+    assert "below the budget of 35.6 GiB (bound by: recommended working set" in page["verdict"]
+    assert "budget" not in out  # nobody asked for one
+
+
+def test_page_says_what_would_fit_where_the_step_does_not_and_the_status_is_of_what_was_asked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    args = ("--preset", "huge", "--batch", "24", "--device", "cpu-2gb")
+    status, out, page = page_of(capsys, tmp_path, *args)
+    assert (status, page["fits"]) == (0, False)
+    assert page["verdict"].startswith("Does not fit: ")
+    assert page["advice"][0].startswith("The least recompute that fits: ")
+    assert "budget" not in out
+    assert page_of(capsys, tmp_path, *args, "--budget", "auto")[0] == 1
+
+
+def test_page_of_this_machine_names_it_and_its_budget(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    _, _, page = page_of(capsys, tmp_path, "--preset", "tiny")
+    assert page["machine"].endswith(f"({page['runs'][0]['backend']})")
+    assert page["machine"] != page["runs"][0]["backend"]
+    assert page["budget"] > 0
+
+
+def test_page_of_a_machine_of_unknown_size_says_that_it_is_unknown(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    status, _, page = page_of(capsys, tmp_path, "--preset", "tiny", "--device", "metal")
+    assert (status, page["fits"], page["budget"]) == (0, None, None)
+    assert page["verdict"].startswith("Held against no budget: how much memory the machine has is not known")

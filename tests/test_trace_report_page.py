@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -243,3 +243,57 @@ def test_page_is_no_wider_than_the_window(
     red = int(re.findall(r"\d+", shown.attribute("data-page")[0])[0])
     assert (red < 64) is (scheme == "dark")
     assert shown.attribute("data-sideways") == [str(not size.startswith("380")).lower()]
+
+
+def header_texts(shown: Shown, name: str) -> str:
+    found = re.search(rf'<\w+ id="{name}"[^>]*>(.*?)</(?:p|ul)>', shown.dom, re.DOTALL)
+    assert found is not None
+    return html.unescape(re.sub(r"<[^>]+>", " ", found[1]))
+
+
+@needs_browser
+@pytest.mark.slow
+def test_page_names_the_machine_the_verdict_and_what_would_fit(report: TraceReport, tmp_path: Path) -> None:
+    bound = "recommended working set"
+    machine = "Apple M5 Pro, 48 GiB"
+    shown = browse(tmp_path, trace_html(replace(report, machine=machine, bound_by=bound)))
+    assert "simulated on Apple M5 Pro, 48 GiB (" in header_texts(shown, "settings")
+    verdict = header_texts(shown, "verdict")
+    assert (
+        verdict == f"Does not fit: 46.0 MiB at most, 6.0 MiB over the budget of 40.0 MiB (bound by: {bound})"
+    )
+    assert 'id="verdict" class="over"' in shown.dom
+    assert "Fits with every block recomputed: 10.0 MiB below the budget of 40.0 MiB." in header_texts(
+        shown, "advice"
+    )
+
+
+@needs_browser
+@pytest.mark.slow
+def test_page_without_a_budget_says_so_and_labels_its_strips(tmp_path: Path) -> None:
+    script = """
+      const written = [];
+      const fill = CanvasRenderingContext2D.prototype.fillText;
+      CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {
+        written.push(text);
+        fill.call(this, text, ...at);
+      };
+      press("Escape");
+      tell("written", written.join("|"));
+    """
+    shown = browse(tmp_path, driven(trace_html(small_report(budget_bytes=None)), script))
+    assert shown.console == []
+    assert header_texts(shown, "verdict").startswith("Held against no budget: ")
+    assert 'id="verdict" class=""' in shown.dom
+    key = " ".join(header_texts(shown, "key").split())
+    assert key.startswith("Under a chart, phase: forward backward")
+    assert "block: the layer a primitive belongs to" in key
+    (written,) = shown.attribute("data-written")
+    assert {"active", "phase", "block", "primitive", "1", "6"} <= set(written.split("|"))
+
+
+def test_page_that_fits_gives_no_way_out() -> None:
+    data = page_data(small_report(budget_bytes=64 * MIB))
+    assert data["fits"] is True
+    assert data["verdict"] == "Fits: 46.0 MiB at most, 18.0 MiB below the budget of 64.0 MiB"
+    assert data["advice"] == []

@@ -114,7 +114,7 @@ def header_line(header: Header = HEADER) -> str:
         (header_line() + '{"case": "x", "peak_bytes": NaN}\n', "line 2: NaN is not a measurement"),
         (
             header_line() + '{"case": "x", "peak_bytes": 5, "backend": "cpu", "machine": "m"}\n',
-            "mlx: Field required",
+            "mlx: missing, and it has no default",
         ),
         (header_line() + '{"case"\n', "line 2: not JSON"),
         ('{"schema": "oomguard.plan/1"}\n', "line 1, header: "),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from oomguard.cli.options import number
+from oomguard.cli.options import number, refuse_beside
 from oomguard.errors import InputError
 from oomguard.units import format_bytes, format_seconds
 
@@ -40,6 +40,7 @@ def command(minutes: float, forget: bool) -> int:
     from oomguard.learn import MIN_LOCAL_ROWS, comparable, enough, fit_local
 
     if forget:
+        refuse_beside(("minutes",), "--forget measures nothing")
         return _forget()
     from oomguard.measure import provenance
     from oomguard.rows import read_rows

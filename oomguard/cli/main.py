@@ -8,7 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -23,7 +23,7 @@ COMPLETE_VARIABLE = "_OOMGUARD_COMPLETE"
 WRONG_INPUT = 2
 BUG = 70  # EX_SOFTWARE: never to be mistaken for 1, which means that nothing fits
 INTERRUPTED = 130
-PIPE_CLOSED = 141
+NOT_READ = 141  # as a shell calls the end by SIGPIPE: nobody reads the answer, so there is none
 
 # Each is ``command`` in the module of its name, ``oomguard.cli.plan`` and so on.
 COMMANDS = {
@@ -96,7 +96,8 @@ def _show_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> 
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="""\b
     Exit status: 0 it fits, 1 nothing fits (or a bound is missed), 2 wrong usage
-    or input, 130 stopped by Ctrl-C.
+    or input, 130 stopped by Ctrl-C, 141 the answer went nowhere (a closed
+    stdout or pipe).
     oomguard itself ends with status 2 before it holds more than 50% of the memory
     that was free when it began; OOMGUARD_OWN_MEMORY=16GB allows another size.
     Tab completion: eval "$(_OOMGUARD_COMPLETE=bash_source oomguard)", or
@@ -128,9 +129,15 @@ def main(args: Sequence[str] | None = None) -> None:
     stderr and status 2; an error nobody expected keeps its traceback and gets a status of its own.
     """
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # looking for them costs 20 ms
+    can_answer = _open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a sign gets a ? for it
         sys.stdout.reconfigure(errors="replace")
     given = list(sys.argv[1:] if args is None else args)
+    if not can_answer:
+        _say(
+            f"{PROGRAM}: stdout is closed, so there is nowhere to answer to; give it a place, such as >/dev/null"
+        )
+        sys.exit(NOT_READ)
     try:
         status = _run(given)
         sys.stdout.flush()
@@ -139,9 +146,31 @@ def main(args: Sequence[str] | None = None) -> None:
         if isinstance(error, OwnMemoryError):
             os._exit(status)  # what is held goes back at once; giving back millions of arrays takes seconds
     except KeyboardInterrupt:
-        click.echo("\nstopped", err=True)
+        _say("\nstopped")
         status = INTERRUPTED
+    _settle(sys.stdout)
+    _settle(sys.stderr)
     sys.exit(status)
+
+
+def _open_streams() -> bool:
+    """Gives a process that was started without stdin, stdout or stderr the null device in their place.
+
+    Else the next file opened would get the number of the missing one, and what is said would be written into it.
+
+    Returns:
+        Whether there was a stdout.
+    """
+    had_stdout = sys.stdout is not None
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+    return had_stdout
 
 
 def _run(args: list[str]) -> int:
@@ -173,22 +202,20 @@ def _command_path(args: list[str]) -> str:
 def _explain(error: Exception, command: str = PROGRAM) -> int:
     """Says on stderr what went wrong, in one line where the user can act on it; returns the exit status."""
     if isinstance(error, BrokenPipeError):
-        _abandon_stdout()
-        return PIPE_CLOSED
+        return NOT_READ
     if isinstance(error, click.Abort):
-        click.echo("stopped", err=True)
+        _say("stopped")
         return INTERRUPTED
     line = _one_line(error, command)
+    status = WRONG_INPUT
     if line is None:
         import traceback
 
-        traceback.print_exception(error)
+        _say("".join(traceback.format_exception(error)).rstrip("\n"))
         line = f"{PROGRAM}: this is a bug in oomguard; please report it with the command and the lines above"
         status = BUG
-    else:
-        status = WRONG_INPUT
-    _abandon_stdout()
-    click.echo(line, err=True)
+    _settle(sys.stdout)
+    _say(line)
     return status
 
 
@@ -197,23 +224,38 @@ def _one_line(error: Exception, command: str) -> str | None:
     if isinstance(error, click.UsageError):
         where = error.ctx.command_path if error.ctx else command
         text = " ".join(error.format_message().split()).rstrip(".")
-        return f"{where}: {text[:1].lower()}{text[1:]} ({where} --help lists the options)"
+        return f"{where}: {_printable(text[:1].lower() + text[1:])} ({where} --help lists the options)"
     if isinstance(error, click.ClickException):
-        return f"{PROGRAM}: {' '.join(error.format_message().split())}"
+        return f"{PROGRAM}: {_printable(' '.join(error.format_message().split()))}"
     if isinstance(error, OomguardError):
-        return f"{PROGRAM}: {error}"
+        return f"{PROGRAM}: {_printable(str(error))}"
     if isinstance(error, MemoryError):
         return f"{PROGRAM}: the system has no more memory for oomguard itself; ask for less at a time"
     if isinstance(error, OSError) and error.strerror:
-        return f"{PROGRAM}: {error.strerror}" + (f": {error.filename}" if error.filename else "")
+        return f"{PROGRAM}: {error.strerror}" + (
+            f": {_printable(str(error.filename))}" if error.filename else ""
+        )
     if isinstance(error, ImportError) and not (error.name or PROGRAM).startswith(PROGRAM):
         return f"{PROGRAM}: cannot import {error.name}: {error}"
     return None
 
 
-def _abandon_stdout() -> None:
+def _printable(text: str) -> str:
+    """One line, whatever the names in it: a newline or an escape of a terminal is shown, not obeyed."""
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
+
+
+def _say(line: str) -> None:
+    """Writes to stderr; where nobody reads that either, the status alone says it."""
+    with contextlib.suppress(OSError):
+        click.echo(line, err=True)
+
+
+def _settle(stream: TextIO) -> None:
     """Flushes what can still be written; what cannot is dropped, so that the exit itself does not fail."""
     try:
-        sys.stdout.flush()
+        stream.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)

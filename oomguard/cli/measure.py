@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from oomguard.cli.options import (
     COUNT,
@@ -19,14 +18,16 @@ from oomguard.cli.options import (
     POLICY,
     POLICY_HELP,
     chosen_model,
+    every_parameter_but,
     model_options,
     number,
+    refuse_beside,
     step_options,
     whole,
 )
 from oomguard.config import StepConfig
 from oomguard.errors import InputError, MeasureError
-from oomguard.rows import SCHEMA, Row, read_rows
+from oomguard.rows import Row, is_row_file, printed_rows, read_rows
 from oomguard.units import format_bytes, format_seconds
 
 HELP = """Run a training step in a process of its own and keep what it peaked at.
@@ -36,7 +37,7 @@ HELP = """Run a training step in a process of its own and keep what it peaked at
   oomguard measure --case NAME                one of --list-cases
   oomguard measure train.py:build_step        a step of your own
   oomguard measure sweep.json --out rows.jsonl
-  oomguard measure rows.jsonl                 show measured rows
+  oomguard measure rows.jsonl                 show rows, also those of --json
 
 Memory is read from step 2 on, the peak reset before each step: the median of --steps steps, and how far
 apart they lie. "sequenced" is the same with MLX's memory limit at 0, where nothing runs ahead. A sweep can be
@@ -99,9 +100,10 @@ class _Command(click.Command):
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(target: str | None, list_cases: bool, as_json: bool, **options: Any) -> int:
     if list_cases:
+        refuse_beside(every_parameter_but("list_cases", "as_json"), "--list-cases runs nothing")
         return _list_cases(as_json)
-    if target is not None and _is_row_file(target):
-        _refuse_beside(target, CHOOSES)
+    if target is not None and is_row_file(target):
+        refuse_beside(every_parameter_but("target", "as_json"), f"{target} holds measured rows, to be shown")
         return _show(read_rows(target)[1], as_json)
     return _run(target, as_json, options)
 
@@ -124,6 +126,7 @@ def _run(target: str | None, as_json: bool, options: dict[str, Any]) -> int:
         click.echo(f"note: {hint}", err=True)
     if out is not None:
         return _sweep(tasks, note, out, settings, options["retry"], as_json)
+    refuse_beside(("retry",), "without --out there are no failed rows to measure again")
     check_task(tasks[0])
     with _status(tasks[0].label) as tell:
         row = measure_task(tasks[0], settings, tell)
@@ -137,20 +140,22 @@ def _what_to_run(target: str | None, options: dict[str, Any]) -> tuple[Sequence[
 
     out = None if options["out"] is None else Path(options["out"])
     if target is not None and _is_function(target):
-        _refuse_beside(target, CHOOSES)
+        refuse_beside(CHOOSES, f"{target} says what to run")
         return [Task(function=target)], "", out
     if target is not None:
-        _refuse_beside(target, CHOOSES)
+        refuse_beside(CHOOSES, f"{target} says what to run")
         sweep = read_sweep(target)
         return sweep.tasks, sweep.note, out or Path(f"{Path(target).stem}.rows.jsonl")
     if options["case"] is not None:
-        _refuse_beside("--case", CHOOSES - {"case"})
+        refuse_beside(CHOOSES - {"case"}, "--case says what to run")
         return [Task(case=options["case"])], "", out
     if options["preset"] is None and options["config"] is None:
         raise InputError(
             "nothing to measure: give --preset, --config, --case, FILE.py:FUNCTION or a sweep file"
         )
     model = chosen_model(options["preset"], options["config"])
+    if options["accumulate"] == 1:
+        refuse_beside(("one_graph",), "--accumulate 1 is one micro-batch, in one graph as it is")
     step = StepConfig(
         batch=options["batch"],
         seq_len=options["ctx_tokens"] or model.context,
@@ -169,28 +174,8 @@ def _is_function(target: str) -> bool:
     return ".py:" in target or (target.endswith(".py") and not target.endswith(".jsonl"))
 
 
-def _is_row_file(target: str) -> bool:
-    """Whether the file's first line is a row file's header."""
-    try:
-        with Path(target).open("rb") as file:
-            first = json.loads(file.readline())
-    except (OSError, ValueError):
-        return False
-    return isinstance(first, dict) and str(first.get("schema", "")).startswith(SCHEMA.split("/")[0])
-
-
 STEP = ("batch", "grad_checkpoint", "accumulate", "one_graph", "ctx_tokens", "optimizer", "dtype", "clip")
 CHOOSES = frozenset(("preset", "config", "case", "compiled", *STEP))
-
-
-def _refuse_beside(target: str, names: frozenset[str]) -> None:
-    """An option that chooses a step says nothing beside a target that already is one."""
-    ctx = click.get_current_context()
-    for option in ctx.command.params:
-        name = str(option.name)
-        if name in names and ctx.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            said = "/".join([option.opts[0], *option.secondary_opts])
-            raise InputError(f"{target} says what to run; {said} cannot stand beside it")
 
 
 def _rows_of(tasks: Sequence[Any], out: Path) -> int:
@@ -236,8 +221,7 @@ def _command_line() -> str:
 def _show(rows: Sequence[Row], as_json: bool) -> int:
     """Prints rows; 1 when one of them failed."""
     if as_json:
-        values = [row.model_dump(mode="json", exclude_none=True) for row in rows]
-        click.echo(json.dumps({"schema": "oomguard.measure/1", "rows": values}, indent=1))
+        click.echo(json.dumps(printed_rows(rows), indent=1))
     else:
         from rich.console import Console
 
@@ -245,7 +229,9 @@ def _show(rows: Sequence[Row], as_json: bool) -> int:
 
         width = None if sys.stdout.isatty() else 160
         console = Console(width=width, highlight=False)
-        console.print(rows_table(rows, console.width))
+        with console.capture() as shown:  # rich ends the process itself, with 1, where nobody reads any more
+            console.print(rows_table(rows, console.width))
+        click.echo(shown.get(), nl=False)
     return 1 if any(row.status == "failed" for row in rows) else 0
 
 

@@ -6,11 +6,12 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from oomguard.config import CheckpointPolicy, ModelConfig, say_policies
 from oomguard.errors import InputError
@@ -182,6 +183,29 @@ def budget_options(command: Command) -> Command:
     )(command)
     command = device_option(command)
     return click.option("--memory", type=MEMORY, help="Use no more than this: 16GB, 16GiB, 900MiB.")(command)
+
+
+def refuse_beside(names: Collection[str], said: str) -> None:
+    """An option that was given and would mean nothing is a mistake: it is refused, not passed over.
+
+    Args:
+        names: the parameters that mean nothing here.
+        said: what of the command line leaves them nothing to say, ``--case mlp says what to run``.
+
+    Raises:
+        InputError: one of them was given.
+    """
+    ctx = click.get_current_context()
+    for option in ctx.command.params:
+        name = str(option.name)
+        if name in names and ctx.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            given = "/".join([option.opts[0], *option.secondary_opts])
+            raise InputError(f"{said}; {given} cannot stand beside it")
+
+
+def every_parameter_but(*names: str) -> frozenset[str]:
+    """The parameters of the command that runs, without the named ones."""
+    return frozenset(str(option.name) for option in click.get_current_context().command.params) - set(names)
 
 
 def model_option_text(preset: ModelConfig | None, config: Path | None) -> str:

@@ -20,6 +20,7 @@ from oomguard.cli.options import (
     chosen_model,
     device_option,
     model_options,
+    refuse_beside,
     step_options,
     wants_colour,
 )
@@ -77,7 +78,12 @@ DESCRIBES = ("batch", "grad_checkpoint", "accumulate", "ctx_tokens", "optimizer"
 @click.option(
     "--timeline", type=OUTPUT, metavar="FILE.json", help="Write a timeline that ui.perfetto.dev opens."
 )
-@click.option("--html", type=OUTPUT, metavar="FILE.html", help="Write a page with the step to explore.")
+@click.option(
+    "--html",
+    type=OUTPUT,
+    metavar="FILE.html",
+    help="Write a page with the step to explore, held against what the machine has.",
+)
 def command(as_json: bool, timeline: Path | None, html: Path | None, **options: Any) -> int:
     """Simulate a training step without running it: its peak, when it is reached,
     and what holds the memory then. Nothing is allocated; a model whose parameters
@@ -109,16 +115,19 @@ def command(as_json: bool, timeline: Path | None, html: Path | None, **options: 
     if options["sequenced"] and options["memory_limit"] is not None:
         raise InputError("--sequenced is --memory-limit 0; give one of them")
     with waiting("simulating the step"):
-        report = _report(click.get_current_context(), options)
+        device = find_device(options["device"])
+        subject = _subject(click.get_current_context(), options, device)
+        report = _report(subject, device, options)
+        page_report = None if html is None else _for_page(report, subject, device)
     if timeline is not None:
         from oomguard.report.trace_timeline import timeline_json
 
         timeline.write_text(json.dumps(timeline_json(report)), encoding="utf-8")
         click.echo(f"timeline: {timeline}, to be opened in https://ui.perfetto.dev", err=True)
-    if html is not None:
+    if html is not None and page_report is not None:
         from oomguard.report.trace_html import trace_html
 
-        html.write_text(trace_html(report), encoding="utf-8")
+        html.write_text(trace_html(page_report), encoding="utf-8")
         click.echo(f"page: {html}", err=True)
     click.echo(_said(report, as_json))
     return OVER if report.fits is False else WITHIN
@@ -157,25 +166,16 @@ def _subject(ctx: click.Context, options: dict[str, Any], device: Device) -> Sub
             compiled=options["compiled"],
         )
         return preset_subject(model, step, Simulated(device, limit))
-    _refuse_description(ctx, named[0])
+    refuse_beside(DESCRIBES, f"{named[0]} is a step already")
     asked = ctx.get_parameter_source("compiled") is not ParameterSource.DEFAULT
     how = Simulated(device, limit, options["compiled"] if asked else None)
     return case_subject(case, how) if case is not None else function_subject(target, how)
 
 
-def _refuse_description(ctx: click.Context, name: str) -> None:
-    for option in ctx.command.params:
-        described = option.name in DESCRIBES and option.name is not None
-        if described and ctx.get_parameter_source(str(option.name)) is not ParameterSource.DEFAULT:
-            raise InputError(f"{name} is a step already; {option.opts[0]} cannot stand beside it")
-
-
-def _report(ctx: click.Context, options: dict[str, Any]) -> TraceReport:
+def _report(subject: Subject, device: Device, options: dict[str, Any]) -> TraceReport:
     from oomguard.report.trace_report import LabelledTrace, TraceReport
 
-    device = find_device(options["device"])
     budget_bytes, bound_by = _budget(options["budget"], device)
-    subject = _subject(ctx, options, device)
     asked = LabelledTrace(subject.label, subject.about, subject.trace())
     policy: CheckpointPolicy | None = options["compare"]
     report = TraceReport(
@@ -192,6 +192,24 @@ def _report(ctx: click.Context, options: dict[str, Any]) -> TraceReport:
     if report.fits is False or options["policies"]:
         report = replace(report, policies=_policies(subject, budget_bytes, options["policies"]))
     return report
+
+
+def _for_page(report: TraceReport, subject: Subject, device: Device) -> TraceReport:
+    """The report as a page shows it: with the machine named, and held against what it has where nobody said less.
+
+    The answer on stdout and the exit status stay those that were asked for.
+    """
+    named = replace(report, machine=device.name)
+    if report.budget_bytes is not None:
+        return named
+    try:
+        budget_bytes, bound_by = _budget(AUTO, device)
+    except InputError:
+        return named
+    held = replace(named, budget_bytes=budget_bytes, bound_by=bound_by)
+    if held.fits:
+        return held
+    return replace(held, policies=_policies(subject, budget_bytes, report.policies is not None))
 
 
 def _budget(asked: int | str | None, device: Device) -> tuple[int | None, str]:

@@ -23,6 +23,7 @@ from oomguard.cli.options import (
     model_option_text,
     model_options,
     number,
+    refuse_beside,
     step_options,
     whole,
 )
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from oomguard.planner import Plan
 
 DEFAULT_STEPS = 100
+WITHOUT_DECAY = ("sgd", "adam")  # as model.step builds them
 LEAST_RATE = 1e-12  # of a learning rate or a norm to clip to: 0 would teach nothing
 
 HELP = """Train the preset GPT on a text, with the setting the planner picks, inside the budget.
@@ -160,6 +162,7 @@ class Request:
             else model_option_text(options["preset"], options["config"])
         )
         self.corpus_path = self._corpus_path()
+        self._refuse_unused()
         self.out = options["out"] or options["resume"]
         if self.out is None and options["save_every"]:
             raise InputError("--save-every: where to? Give --out FILE.safetensors")
@@ -189,6 +192,16 @@ class Request:
                 f"{model.d_model}; it cannot go on as {wanted.name}"
             )
         return model
+
+    def _refuse_unused(self) -> None:
+        saved = self.saved.settings if self.saved else None
+        if not self.value("clip", saved and saved.step.clip_norm):
+            refuse_beside(("clip_norm",), "without --clip no gradient is clipped")
+        optimizer = self.value("optimizer", saved and saved.step.optimizer)
+        if optimizer in WITHOUT_DECAY:
+            refuse_beside(("weight_decay",), f"{optimizer} has no weight decay")
+        if self.value("val_fraction", saved and saved.val_fraction) == 0:
+            refuse_beside(("val_every", "val_batches"), "--val-fraction 0 leaves nothing to validate on")
 
     def _corpus_path(self) -> Path:
         path = self.options["corpus"]

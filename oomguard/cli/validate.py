@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from oomguard.cli.options import wants_colour
+from oomguard.cli.options import refuse_beside, wants_colour
+from oomguard.cli.waiting import waiting
 from oomguard.coefficients import Coefficients, read_coefficients, shipped
 from oomguard.errors import InputError
 from oomguard.rows import Row, read_rows, shipped_row_files, usable
@@ -16,7 +17,10 @@ from oomguard.rows import Row, read_rows, shipped_row_files, usable
 @click.command("validate", short_help="Predicted beside measured, for every shipped row.")
 @click.option("--backend", type=click.Choice(["cpu", "metal"]), help="Only this backend's rows.")
 @click.option(
-    "--rows", "rows_file", type=click.Path(path_type=Path), help="Measured rows of your own instead."
+    "--rows",
+    "rows_file",
+    type=click.Path(path_type=Path),
+    help="Measured rows of your own instead: a row file, or what measure --json printed.",
 )
 @click.option(
     "--coefficients",
@@ -46,6 +50,7 @@ def command(
     when a bound is missed.
     """
     if engine == "trace":
+        refuse_beside(("coefficients_file",), "--engine trace simulates and fits nothing")
         return _trace(backend, rows_file, as_json)
     from oomguard.report.validate_text import validation_json, validation_text
     from oomguard.validate import validate
@@ -66,10 +71,25 @@ def _trace(backend: str | None, rows_file: Path | None, as_json: bool) -> int:
     from oomguard.calibration.trace_check import check_all
     from oomguard.report.trace_check_text import section_text, sections_json
 
-    own = None if rows_file is None else read_rows(rows_file)[1]
+    own = None
+    if rows_file is not None:
+        if backend == "metal":
+            refuse_beside(
+                ("rows_file",), "--backend metal traces the shipped rows; rows of your own are the CPU's"
+            )
+        own = [row for row in read_rows(rows_file)[1] if row.backend == "cpu"]
+        if not own:
+            raise InputError(
+                f"{rows_file} holds no rows measured on the cpu, which --engine trace simulates here"
+            )
     backends = (backend,) if backend else ("cpu",) if own else ("cpu", "metal")
     sections = []
-    for section in check_all(backends, own):
+    coming = check_all(backends, own)
+    while True:
+        with waiting("simulating the step of every row"):
+            section = next(coming, None)
+        if section is None:
+            break
         sections.append(section)
         if not as_json:
             click.echo(section_text(section, wants_colour()) + "\n")

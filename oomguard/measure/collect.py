@@ -19,7 +19,7 @@ from oomguard.errors import InputError, MeasureError
 from oomguard.measure import provenance
 from oomguard.measure.process import Outcome, run_child
 from oomguard.measure.task import Settings, Task
-from oomguard.rows import SCHEMA, Header, Row, append_row, read_rows
+from oomguard.rows import SCHEMA, Header, Row, append_row, is_printed, read_rows
 
 STANDARD = Settings()
 
@@ -242,6 +242,10 @@ def _what_is_there(
     )
     if not _has_a_whole_line(path):
         return new, {}
+    if is_printed(path):
+        raise InputError(
+            f"{path} is what measure --json printed, and a row file takes rows line by line; name another with --out"
+        )
     header, rows = read_rows(path)
     if any_origin:
         same = (row for row in rows if (row.mlx, row.machine) == (new.mlx, new.machine))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig, first_pro
 from oomguard.errors import InputError
 from oomguard.measure.task import Task
 from oomguard.presets import preset
+from oomguard.problems import shown
+from oomguard.reading import parse_json, read_text
 from oomguard.settings import read_dtype, read_optimizer
 
 FORMAT = """A sweep file is JSON: a list of entries, or {"note": ..., "entries": [...]}; or JSON lines, one
@@ -60,13 +61,7 @@ def read_sweep(path: str | Path) -> Sweep:
             it makes more than ``MOST_CONFIGURATIONS``, which is counted before any is made.
     """
     path = Path(path)
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise InputError(f"cannot read sweep {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"sweep {path} is not text") from error
-    entries, note = _entries(path, text)
+    entries, note = _entries(path, read_text(path, "sweep"))
     count = sum(map(_combinations, entries))
     if count > MOST_CONFIGURATIONS:
         raise InputError(
@@ -95,8 +90,8 @@ def _combinations(entry: Any) -> int:
 def _entries(path: Path, text: str) -> tuple[list[Any], str]:
     """The entries of a JSON list, a JSON object with ``entries``, one JSON entry, or JSON lines."""
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as whole_error:
+        value = parse_json(text)
+    except ValueError as whole_error:
         lines = [(n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip()]
         if len(lines) < 2:
             raise InputError(f"sweep {path} is not JSON: {whole_error}") from whole_error
@@ -113,9 +108,9 @@ def _entries(path: Path, text: str) -> tuple[list[Any], str]:
 
 def _line(path: Path, number: int, line: str) -> Any:
     try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"sweep {path}, line {number} is not JSON: {error.msg}") from error
+        return parse_json(line)
+    except ValueError as error:
+        raise InputError(f"sweep {path}, line {number} is not JSON: {error}") from error
 
 
 def expand(entry: Any, folder: str | Path = ".") -> Iterator[Task]:
@@ -129,7 +124,9 @@ def expand(entry: Any, folder: str | Path = ".") -> Iterator[Task]:
         InputError: an unknown key, or a combination that is not a configuration.
     """
     if not isinstance(entry, dict):
-        raise InputError(f'an entry is an object such as {{"preset": "tiny", "batch": 2}}, not {entry!r}')
+        raise InputError(
+            f'an entry is an object such as {{"preset": "tiny", "batch": 2}}, not {shown(entry)}'
+        )
     unknown = sorted(set(entry) - KNOWN)
     if unknown:
         raise InputError(f"unknown key {unknown[0]!r}; known: {', '.join(sorted(KNOWN))}")
@@ -177,7 +174,7 @@ def _gpt_task(values: dict[str, Any], folder: Path) -> Task:
     try:
         return Task(model=model, step=StepConfig.model_validate(step))
     except ValidationError as error:
-        raise InputError(f"{first_problem(error)} in {_shown(values.items())}") from error
+        raise InputError(f"{first_problem(error)} (in {_shown(values.items())})") from error
 
 
 def _shape(values: dict[str, Any], folder: Path) -> ModelConfig:
@@ -201,8 +198,8 @@ def _shape(values: dict[str, Any], folder: Path) -> ModelConfig:
     try:
         return ModelConfig.model_validate(shape)
     except ValidationError as error:
-        raise InputError(f"{first_problem(error)} in {_shown(values.items())}") from error
+        raise InputError(f"{first_problem(error)} (in {_shown(values.items())})") from error
 
 
 def _shown(items: Iterable[tuple[str, Any]]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in items)
+    return ", ".join(f"{key} {value if isinstance(value, str) else shown(value)}" for key, value in items)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oomguard.report.trace_holders import NO_MODULE, pattern, say_form, say_what
 from oomguard.report.trace_report import LabelledTrace, TraceReport
-from oomguard.report.trace_text import trace_text
+from oomguard.report.trace_text import say_fit, say_machine, say_order, trace_text, ways_out
 from oomguard.trace.result import CATEGORIES
+from oomguard.units import format_bytes
 
 if TYPE_CHECKING:
     from oomguard.trace.result import Holder, TraceResult
@@ -54,12 +55,35 @@ def page_data(report: TraceReport) -> dict[str, Any]:
     return {
         "title": report.title,
         "settings": report.settings,
+        "machine": say_machine(report),
+        "verdict": _verdict(report),
+        "fits": report.fits,
+        "advice": list(_advice(report)),
         "budget": report.budget_bytes,
         "limit": report.memory_limit_bytes,
         "mlx": report.mlx,
         "series": names,
         "runs": [_run(run, names) for run in report.runs],
     }
+
+
+def _verdict(report: TraceReport) -> str:
+    """Whether the step fits the machine, or why that cannot be said."""
+    if report.fits is None:
+        return "Held against no budget: how much memory the machine has is not known. --budget SIZE says it."
+    most = report.asked.result.most_bytes
+    bound = f" (bound by: {report.bound_by})" if report.bound_by else ""
+    answer = "Fits" if report.fits else "Does not fit"
+    return f"{answer}: {format_bytes(most)} at most, {say_fit(report, most)}{bound}"
+
+
+def _advice(report: TraceReport) -> Iterator[str]:
+    """What to change: where the step does not fit, what would; a better order of evaluation in any case."""
+    if report.fits is False:
+        yield from (" ".join(text.split()) for text in ways_out(report))
+    if (order := report.asked.result.order) is not None:
+        said = say_order(order)
+        yield f"{said[:1].upper()}{said[1:]}."
 
 
 def _part(suffix: str) -> str:

@@ -2,7 +2,8 @@
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const HATCHED = "in-flight window";
-const AXIS = { left: 64, right: 12, top: 22, bottom: 36 };
+const AXIS = { left: 64, right: 12, top: 22, bottom: 54 };
+const PHASES = ["forward", "recompute", "backward", "update"]; // each in the colour of its category
 const SHOWN_HOLDERS = 9;
 
 const byId = (id) => document.getElementById(id);
@@ -373,6 +374,7 @@ class Chart {
     this.drawGrid(pen);
     this.drawStack(pen, window.devicePixelRatio || 1);
     this.drawStrips(pen);
+    this.drawCaptions(pen);
     this.drawMarks();
   }
 
@@ -439,9 +441,26 @@ class Chart {
   /** Below the plot: which phase and which block each primitive is in. */
   drawStrips(pen) {
     const y = AXIS.top + this.height + 5;
-    const phases = { forward: "forward", recompute: "recompute", backward: "backward", update: "update" };
-    this.strip(pen, y, (i) => this.run.moment(i).phase, (phase) => colourOf(phases[phase] ?? "the-rest"));
+    this.strip(pen, y, (i) => this.run.moment(i).phase, (phase) => colourOf(PHASES.includes(phase) ? phase : "the-rest"));
     this.strip(pen, y + 15, (i) => (this.run.near[i] >= 0 ? `block ${this.run.near[i]}` : ""), (name) => (name ? colourOf(Number(name.slice(6)) % 2 ? "line" : "grid") : null));
+  }
+
+  /** What the axes and the strips are. */
+  drawCaptions(pen) {
+    const bottom = AXIS.top + this.height;
+    pen.fillStyle = colourOf("faint");
+    pen.textBaseline = "middle";
+    pen.textAlign = "right";
+    pen.fillText("active", AXIS.left - 7, 6);
+    pen.fillText("phase", AXIS.left - 7, bottom + 12);
+    pen.fillText("block", AXIS.left - 7, bottom + 27);
+    pen.fillText("primitive", AXIS.left - 7, bottom + 44);
+    const [first, last] = [count(this.from + 1), count(this.to)];
+    pen.fillText(last, AXIS.left + this.width, bottom + 44);
+    pen.textAlign = "left";
+    pen.fillText(first, AXIS.left, bottom + 44);
+    pen.textAlign = "center";
+    pen.fillText("in the order they run →", AXIS.left + this.width / 2, bottom + 44);
   }
 
   strip(pen, y, nameOf, colourFor) {
@@ -616,12 +635,30 @@ class Panel {
   }
 }
 
+/** What the two strips under a chart mean. */
+function showKey() {
+  const seen = new Set(runs.flatMap((run) => Array.from({ length: run.length }, (_, i) => run.moment(i).phase)));
+  const phases = PHASES.filter((phase) => seen.has(phase));
+  const others = seen.size > phases.length ? [["other", "the-rest"]] : [];
+  const square = (colour) => element("i", { class: "swatch", style: { backgroundColor: colourOf(colour) } });
+  byId("key").append(
+    element("span", { text: "Under a chart, phase:" }),
+    ...[...phases.map((phase) => [phase, phase]), ...others].map(([text, colour]) => element("span", {}, square(colour), text)),
+    element("span", { text: "and block: the layer a primitive belongs to, light and dark in turn" }),
+  );
+}
+
 function main() {
   byId("title").textContent = DATA.title;
   const first = runs[0];
   const limit = DATA.limit === null ? "" : `, memory limit ${bytes(DATA.limit)}`;
-  const simulated = `simulated on ${first.backend}${DATA.mlx ? ` with MLX ${DATA.mlx}` : ""}, ${first.compiled ? "compiled" : "eager"}${limit}`;
+  const simulated = `simulated on ${DATA.machine}${DATA.mlx ? ` with MLX ${DATA.mlx}` : ""}, ${first.compiled ? "compiled" : "eager"}${limit}`;
   byId("settings").textContent = [DATA.settings, simulated].filter(Boolean).join(" — ");
+  byId("verdict").textContent = DATA.verdict;
+  byId("verdict").className = DATA.fits === null ? "" : DATA.fits ? "under" : "over";
+  byId("advice").append(...DATA.advice.map((text) => element("li", { text })));
+  byId("advice").hidden = DATA.advice.length === 0;
+  showKey();
   let panel = null;
   const charts = runs.map((run) => new Chart(run, (chart) => panel.show(chart)));
   panel = new Panel(charts);

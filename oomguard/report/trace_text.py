@@ -60,10 +60,16 @@ def say_fit(report: TraceReport, size_bytes: int) -> str:
     return f"{format_bytes(abs(gap))} {side} the budget of {format_bytes(report.budget_bytes)}"
 
 
+def say_machine(report: TraceReport) -> str:
+    """``Apple M5 Pro, 48 GiB (metal)``; the backend alone where no machine was asked about."""
+    backend = report.asked.result.backend
+    return f"{report.machine} ({backend})" if report.machine else backend
+
+
 def _head(report: TraceReport, ink: Ink) -> Iterator[str]:
     result = report.asked.result
     facts = [f"{result.primitives:,} primitives", "compiled" if result.compiled else "eager"]
-    where = f"{report.machine} ({result.backend})" if report.machine else result.backend
+    where = say_machine(report)
     facts.append(f"{where}, MLX {report.mlx}" if report.mlx else where)
     if report.memory_limit_bytes is not None:
         facts.append(f"memory limit {format_bytes(report.memory_limit_bytes)}")
@@ -116,7 +122,7 @@ def _facts(result: TraceResult, report: TraceReport) -> Iterator[str]:
     if report.memory_limit_bytes == 0:
         del facts["sequenced"]
     if result.order is not None:
-        facts["order"] = _say_order(result.order)
+        facts["order"] = say_order(result.order)
     for name, text in facts.items():
         yield _filled(text, f"  {name:<15}  ")
 
@@ -130,7 +136,7 @@ def _say_limit(limit_bytes: int, *, given: bool) -> str:
     )
 
 
-def _say_order(order: OrderPeak) -> str:
+def say_order(order: OrderPeak) -> str:
     """What another order of evaluation saves, and how to have it."""
     how = "with its arrays the other way round"
     if order.order == "last block first":
@@ -227,7 +233,7 @@ def _priced(report: TraceReport, ink: Ink) -> Iterator[str]:
 def _foot(report: TraceReport, ink: Ink) -> Iterator[str]:
     result = report.asked.result
     if report.fits is False:
-        yield from _ways_out(report)
+        yield from ways_out(report)
     for name, count in result.unknown.items():
         times = f"{count:,} times" if count > 1 else "once"
         yield ink.warn(paragraph(f"unknown primitive: {name}, {times}; counted from above", rest="  "))
@@ -240,7 +246,7 @@ def _foot(report: TraceReport, ink: Ink) -> Iterator[str]:
             yield ink.warn(paragraph(f"warning{about}: {warning}", rest="  "))
 
 
-def _ways_out(report: TraceReport) -> Iterator[str]:
+def ways_out(report: TraceReport) -> Iterator[str]:
     """What would fit, when the step asked for does not."""
     sequenced = report.asked.result.sequenced_peak_bytes
     if report.compared is not None and report.holds(report.compared.result):

@@ -43,7 +43,7 @@ def simulated(machine: Machine = None) -> Device:
     """
     if isinstance(machine, Device):
         return machine
-    if machine is None or isinstance(machine, str):
+    if not isinstance(machine, machines.Device):
         machine = machines.find_device(machine)
     if machine.backend == "cpu":
         return replace(CPU, memory_limit=machine.memory_limit_bytes)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median_low
 from typing import Any
 
+from oomguard.errors import InputError
+from oomguard.problems import check_callable, check_type
 from oomguard.repeated import Repeated
 from oomguard.trace.backends import Machine, capturing, simulated
 from oomguard.trace.capture import Capture, Evaluate, capture, returned_then_state
@@ -81,6 +83,23 @@ def trace(
 
     Accuracy: see ``calibration/LOG.md`` and ``oomguard validate --engine trace``.
     """
+    check_callable("step", step, "the function that makes one training step")
+    check_callable("evaluate", evaluate, "a function of what the step returned and the state")
+    check_type("state", () if state is None else state, (list, tuple), "a list, state=[...]")
+    check_type("consumed", consumed, (list, tuple), "a list of positions, consumed=[...]")
+    for position in consumed:
+        check_type("consumed", position, int, "positions of arguments, consumed=[0]")
+    check_type(
+        "keywords", {} if keywords is None else keywords, dict, "a dictionary of the step's keyword arguments"
+    )
+    if memory_limit is not None:
+        check_type("memory_limit", memory_limit, int, "a whole number of bytes, or None")
+        if memory_limit < 0:
+            raise InputError(
+                f"memory_limit of {memory_limit} bytes is less than nothing; give 0 or more, or None"
+            )
+    if compiled is not None:
+        check_type("compiled", compiled, bool, "True, False or None")
     captured, target, surroundings = capture_for(
         step,
         arguments,

@@ -91,11 +91,11 @@ class Ledger(Memory):
         self.totals = [0] * len(CATEGORIES)
         self.changed: set[int] = set()
 
-    def adopt(self, size: int) -> int:
+    def adopt(self, size: int, count: int = 1) -> int:
         self.changed.add(len(self.size))
         self.category.append(COPIES)
-        self.totals[COPIES] += size
-        return super().adopt(size)
+        self.totals[COPIES] += size * count
+        return super().adopt(size, count)
 
     def assign(self, b: int, category: int) -> None:
         """Says what the buffer holds from now on."""
