@@ -98,9 +98,6 @@ BOUNDS = {
 LONG = {"N34"}
 """Published rows that take minutes to trace: ``python -m oomguard.calibration.public N34`` does."""
 
-NOT_MENDED = {"N26": "nn.silu alone", "N27": "nn.silu alone"}
-"""Published rows whose error has a cause that is known: a compiled function called on plain arrays is one kernel."""
-
 
 @dataclass(frozen=True)
 class Section:
@@ -220,5 +217,5 @@ def _published(row: Published) -> Check:
     if row.at_most and row.peak_bytes > predicted:
         problem = f"at most {row.tokens} tokens, and reported above what those take"
     label = f"{row.id} {row.name}, {row.batch} x {row.tokens}"
-    not_counted = NOT_MENDED.get(row.id, "at most" if row.at_most else "")
+    not_counted = "at most" if row.at_most else ""
     return Check(label, row.peak_bytes, predicted, not_counted, problem)

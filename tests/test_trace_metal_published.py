@@ -16,7 +16,7 @@ from oomguard.calibration.public import (
 )
 from oomguard.calibration.public_rows import MORE_ROWS, Published, understood_all
 from oomguard.calibration.swift import ROWS, predictions
-from oomguard.calibration.trace_check import LONG, NOT_MENDED
+from oomguard.calibration.trace_check import LONG
 from oomguard.rows import read_rows
 from oomguard.units import GIB
 
@@ -74,15 +74,9 @@ def more() -> dict[str, Published]:
     return {row.id: row for row in understood_all(read_public_rows(MORE_ROWS))}
 
 
-SILU = "a compiled function called on plain arrays is one kernel in MLX, and inlined here"
-
-
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(reason=SILU, strict=True) if name in NOT_MENDED else ())
-        for name in sorted(set(more()) - LONG - {"N01"})  # N01 has a test of its own
-    ],
+    sorted(set(more()) - LONG - {"N01"}),  # N01 has a test of its own
 )
 def test_published_peaks_of_operations_and_runs_from_scratch_are_within_one_percent(name: str) -> None:
     row = more()[name]
