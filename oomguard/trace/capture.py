@@ -468,7 +468,7 @@ class _Left:
 
     def read(self, capturing: _Capturing, returned: Any, fixed: list[Fixed]) -> None:
         elsewhere = capturing.elsewhere
-        self.elsewhere, _ = elsewhere.left(capturing.leaves(), fixed)
+        self.elsewhere = elsewhere.left(capturing.leaves(), fixed)
         self.leaves = capturing.leaves()
         trees = self._trees(capturing)
         self.returned = self._add(returned)

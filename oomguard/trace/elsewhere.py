@@ -91,18 +91,15 @@ class Elsewhere:
                 by_array.setdefault(id(array), Fixed(array))
         return list(by_array.values())
 
-    def left(
-        self, found: list[Leaf], fixed: list[Fixed]
-    ) -> tuple[list[tuple[int, StateKey, mx.array]], bool]:
+    def left(self, found: list[Leaf], fixed: list[Fixed]) -> list[tuple[int, StateKey, mx.array]]:
         """What hangs in the places of fixed arrays after the step: number among ``fixed``, key and array of each.
 
-        And whether the step made arrays in places that had none; they are taken note of.
+        Places in which the step has made an array are taken note of: they change.
         """
         now = {key: r for key, r in _besides(reach(self._step).arrays, found).items() if r.place is not None}
         before = {key: number for number, each in enumerate(fixed) for key in each.places}
-        made = {key for key in now if key not in before and key not in self.changing}
-        self.changing |= made
-        return [(before[key], key, r.array) for key, r in now.items() if key in before], bool(made)
+        self.changing |= now.keys() - before.keys()
+        return [(before[key], key, r.array) for key, r in now.items() if key in before]
 
     def tree(self, tree: Any, now: dict[StateKey, mx.array], reached: dict[StateKey, mx.array]) -> Any:
         """A list of arrays as somebody would write it now, with those that the step has put in their place."""
