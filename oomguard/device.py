@@ -18,6 +18,7 @@ from typing import Any
 from oomguard import machine
 from oomguard.errors import InputError
 from oomguard.machine import Backend
+from oomguard.output_files import Output, kept_in_own_folder
 from oomguard.units import GIB, MIB
 
 BACKENDS: tuple[Backend, ...] = ("metal", "cpu", "cuda")
@@ -339,10 +340,8 @@ def remember_probe() -> None:
     path = probe_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps(asdict(probe)))
-        new.replace(path)
-    except OSError:
+        Output(path, kept_in_own_folder("the probe")).write_text(json.dumps(asdict(probe)))
+    except (OSError, InputError):
         return
 
 

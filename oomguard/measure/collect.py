@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from oomguard.errors import InputError, MeasureError
 from oomguard.measure import provenance
 from oomguard.measure.process import Outcome, run_child
 from oomguard.measure.task import Settings, Task
-from oomguard.rows import SCHEMA, Header, Row, append_row, read_rows
+from oomguard.output_files import Output
+from oomguard.rows import ROW_FILE, SCHEMA, Header, Row, append_row, read_begun
 
 STANDARD = Settings()
 
@@ -152,6 +153,7 @@ def sweep(
     command: str = "",
     note: str = "",
     retry: bool = False,
+    inputs: Mapping[str, Path] | None = None,
     on_progress: Callable[[Task, str], None] | None = None,
 ) -> Iterator[Progress]:
     """Measures tasks into a row file, yielding after each row is on disk.
@@ -163,6 +165,7 @@ def sweep(
     Args:
         path: the row file; made if missing.
         command, note: for the header of a new file.
+        inputs: files the tasks were read from, which the row file may not be, by what each is.
         on_progress: called with the task and a few words whenever a child starts something.
 
     Raises:
@@ -173,6 +176,7 @@ def sweep(
     path = Path(path)
     for task in tasks:
         check_task(task)
+    row_output(path, inputs or {}).check_place()
     with _locked(path):
         header, finished = _what_is_there(path, command, note)
         wanted = list(dict.fromkeys(task.key for task in tasks))
@@ -191,6 +195,11 @@ def sweep(
                 row = _measure_into(path, header, task, settings, on_progress)
                 clock.stop(task)
             yield Progress(task, row, key in keep, done, len(wanted), clock.seconds_left())
+
+
+def row_output(path: Path, inputs: Mapping[str, Path]) -> Output:
+    """The row file as what is written. Rows are added to it, so a link to one stays a link."""
+    return Output(Path(os.path.realpath(path)) if path.is_symlink() else path, ROW_FILE, inputs=inputs)
 
 
 def _stands(task: Task, row: Row) -> bool:
@@ -236,9 +245,10 @@ def _what_is_there(path: Path, command: str, note: str) -> tuple[Header, dict[st
         command=command,
         note=note,
     )
-    if not _has_a_whole_line(path):
+    begun = read_begun(path)
+    if begun is None:
         return new, {}
-    header, rows = read_rows(path)
+    header, rows = begun
     for what, found, here in (("MLX", header.mlx, new.mlx), ("machine", header.machine, new.machine)):
         if found != here:
             raise InputError(
@@ -247,16 +257,10 @@ def _what_is_there(path: Path, command: str, note: str) -> tuple[Header, dict[st
     return header, {row.key: row for row in rows}
 
 
-def _has_a_whole_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        return any(line.endswith(b"\n") for line in file)
-
-
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds the row file for this process alone; the system lets go of it when the process ends."""
-    if path.exists() and not path.is_file():
-        raise InputError(f"cannot write row file {path}: not a file")
+    is_new = not path.exists()
     try:
         file = path.open("ab")
     except OSError as error:
@@ -271,7 +275,7 @@ def _locked(path: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if os.fstat(file.fileno()).st_size == 0:
+            if is_new and os.fstat(file.fileno()).st_size == 0:
                 path.unlink(missing_ok=True)
 
 
