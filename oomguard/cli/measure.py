@@ -91,8 +91,8 @@ class _Command(click.Command):
 @click.option("--force", is_flag=True, help="Run a step even if it cannot fit.")
 @click.option(
     "--out",
-    type=click.Path(dir_okay=False),
-    help="Row file to add to.  [default for a sweep: NAME.rows.jsonl]",
+    type=click.Path(path_type=Path),
+    help="Row file to add to, or a new one.  [default for a sweep: NAME.rows.jsonl]",
 )
 @click.option("--retry", is_flag=True, help="Measure failed rows of the file again.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -107,7 +107,7 @@ def command(target: str | None, list_cases: bool, as_json: bool, **options: Any)
 
 def _run(target: str | None, as_json: bool, options: dict[str, Any]) -> int:
     from oomguard.measure.blas import missing_blas_hint
-    from oomguard.measure.collect import check_task, measure_task
+    from oomguard.measure.collect import check_task, measure_task, row_output
     from oomguard.measure.task import Settings
 
     settings = Settings(
@@ -118,6 +118,8 @@ def _run(target: str | None, as_json: bool, options: dict[str, Any]) -> int:
         force=options["force"],
     )
     tasks, note, out = _what_to_run(target, options)
+    if out is not None:
+        row_output(out, _inputs(target, options), "--out").check()
     hint = missing_blas_hint()
     if hint:
         click.echo(f"note: {hint}", err=True)
@@ -134,7 +136,7 @@ def _what_to_run(target: str | None, options: dict[str, Any]) -> tuple[Sequence[
     from oomguard.measure.sweep_file import read_sweep
     from oomguard.measure.task import Task
 
-    out = None if options["out"] is None else Path(options["out"])
+    out: Path | None = options["out"]
     if target is not None and _is_function(target):
         _refuse_beside(target, CHOOSES)
         return [Task(function=target)], "", out
@@ -162,6 +164,18 @@ def _what_to_run(target: str | None, options: dict[str, Any]) -> tuple[Sequence[
         compiled=options["compiled"],
     )
     return [Task(model=model, step=step)], "", out
+
+
+def _inputs(target: str | None, options: dict[str, Any]) -> dict[str, Path]:
+    """The files that say what is measured, by what each is."""
+    inputs = {}
+    if target is not None and _is_function(target):
+        inputs["the script that is measured"] = Path(target.rpartition(":")[0])
+    elif target is not None:
+        inputs["the sweep file"] = Path(target)
+    if options["config"] is not None:
+        inputs["what --config reads"] = options["config"]
+    return inputs
 
 
 def _is_function(target: str) -> bool:

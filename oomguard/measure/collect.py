@@ -153,7 +153,6 @@ def sweep(
     command: str = "",
     note: str = "",
     retry: bool = False,
-    inputs: Mapping[str, Path] | None = None,
     on_progress: Callable[[Task, str], None] | None = None,
 ) -> Iterator[Progress]:
     """Measures tasks into a row file, yielding after each row is on disk.
@@ -165,7 +164,6 @@ def sweep(
     Args:
         path: the row file; made if missing.
         command, note: for the header of a new file.
-        inputs: files the tasks were read from, which the row file may not be, by what each is.
         on_progress: called with the task and a few words whenever a child starts something.
 
     Raises:
@@ -176,7 +174,7 @@ def sweep(
     path = Path(path)
     for task in tasks:
         check_task(task)
-    row_output(path, inputs or {}).check_place()
+    row_output(path).check_place()
     with _locked(path):
         header, finished = _what_is_there(path, command, note)
         wanted = list(dict.fromkeys(task.key for task in tasks))
@@ -197,9 +195,9 @@ def sweep(
             yield Progress(task, row, key in keep, done, len(wanted), clock.seconds_left())
 
 
-def row_output(path: Path, inputs: Mapping[str, Path]) -> Output:
+def row_output(path: Path, inputs: Mapping[str, Path] | None = None, option: str = "") -> Output:
     """The row file as what is written. Rows are added to it, so a link to one stays a link."""
-    return Output(Path(os.path.realpath(path)) if path.is_symlink() else path, ROW_FILE, inputs=inputs)
+    return Output(Path(os.path.realpath(path)) if path.is_symlink() else path, ROW_FILE, option, inputs)
 
 
 def _stands(task: Task, row: Row) -> bool:
