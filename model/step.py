@@ -92,11 +92,19 @@ class BuiltStep:
             return [(batch, True)]
         return [([micro_batch], i == len(batch) - 1) for i, micro_batch in enumerate(batch)]
 
-    def run(self, batch: list[MicroBatch] | None = None) -> mx.array:
-        """One update, evaluated; the mean loss over its micro-batches, a float32 scalar."""
+    def run(
+        self, batch: list[MicroBatch] | None = None, *, between: Callable[[], object] = lambda: None
+    ) -> mx.array:
+        """One update, evaluated; the mean loss over its micro-batches, a float32 scalar.
+
+        ``between`` is called before each further call of the step. What it raises ends the update there:
+        parameters and optimizer are as before it, and only the random state has moved on.
+        """
         total: mx.array | None = None
         gradients: Gradients = None
         for micro_batches, update in self.graphs(batch):
+            if total is not None:
+                between()
             loss, gradients = self.function(micro_batches, gradients, update)
             total = loss if total is None else total + loss
             mx.eval(self.state, total, gradients)

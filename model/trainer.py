@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import mlx.core as mx
-import numpy as np
 
-from oomguard.errors import OomguardError
+from oomguard.errors import InputError, OomguardError
 from oomguard.guard import Guard
+from oomguard.model.checkpoint import random_state
 from oomguard.model.corpus import Corpus, Windows
 from oomguard.model.run_settings import RunSettings, check_trainable
 from oomguard.model.saving import SavedRun, restore, save_run
 from oomguard.model.schedule import warmup_cosine
 from oomguard.model.step import BuiltStep, MicroBatch, Recipe, build_step
+from oomguard.output_files import Output
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class Update:
     active_bytes: int
     cache_bytes: int
     val_loss: float | None = None
+
+
+class _Stopped(Exception):
+    """The run was asked to stop before the update, or the validation, that runs was over."""
 
 
 @dataclass
@@ -108,36 +113,51 @@ class Trainer:
         *,
         on_update: Callable[[Update], object] = lambda update: None,
         should_stop: Callable[[], bool] = lambda: False,
-        save_to: str | None = None,
+        stop_now: Callable[[], bool] = lambda: False,
+        save_to: str | Output | None = None,
         save_every: int = 0,
+        on_save_failed: Callable[[InputError], object] | None = None,
     ) -> TrainResult:
-        """Runs to the settings' last step, or until ``should_stop`` says so between two steps.
+        """Runs to the settings' last step, or until it is asked to stop.
+
+        A run stopped inside an update is left, and saved, as it was after the last whole one.
 
         Args:
             guard: entered already; checked after every step.
             on_update: told of every finished update.
             should_stop: asked before every step.
+            stop_now: asked before every micro-batch, of steps and of validation.
             save_to: where the run is saved, at its end and every ``save_every`` steps (0: only at its end).
+            on_save_failed: told when a save on the way fails, as on a full disk; the run goes on, and the next
+                save may succeed. None: the failure ends the run, as it always does at the end.
 
         Raises:
             OomguardError: the loss is no longer a number; nothing is saved.
             InputError: the run cannot be saved.
         """
         for step in range(self.first_step + 1, self.settings.steps + 1):
-            if should_stop():
+            update = None if should_stop() else self._update(step, stop_now)
+            if update is None:
                 self.result.stopped = True
                 break
-            update = self._update(step)
             self.result.updates.append(update)
             if save_to and save_every and step % save_every == 0 and step < self.settings.steps:
-                self.save(save_to)
+                self._save_on_the_way(save_to, on_save_failed)
             guard.check()
             on_update(update)
         if save_to and self.result.updates:
             self.save(save_to)
         return self.result
 
-    def save(self, path: str) -> None:
+    def _save_on_the_way(self, path: str | Output, on_failed: Callable[[InputError], object] | None) -> None:
+        try:
+            self.save(path)
+        except InputError as error:
+            if on_failed is None:
+                raise
+            on_failed(error)
+
+    def save(self, path: str | Output) -> None:
         """Saves the run as it is now.
 
         Raises:
@@ -145,11 +165,24 @@ class Trainer:
         """
         save_run(path, self.built, self.settings, self.result.step, self.corpus.size_bytes)
 
-    def _update(self, step: int) -> Update:
-        self.built.batch = self._batch(step)
-        mx.reset_peak_memory()
-        start = time.perf_counter()
-        loss = scalar(self.built.run())
+    def _update(self, step: int, stop_now: Callable[[], bool]) -> Update | None:
+        """The next update; None when the run was asked to stop inside it, and is as it was before."""
+
+        def check() -> None:
+            if stop_now():
+                raise _Stopped
+
+        random = random_state()
+        before = random[0]
+        try:
+            self.built.batch = self._batch(step, check)
+            mx.reset_peak_memory()
+            start = time.perf_counter()
+            loss = scalar(self.built.run(between=check))
+        except _Stopped:
+            self.built.batch = []
+            random[0] = before
+            return None
         seconds = time.perf_counter() - start
         peak, active, cache = mx.get_peak_memory(), mx.get_active_memory(), mx.get_cache_memory()
         rate = scalar(self.built.learning_rate)
@@ -158,7 +191,7 @@ class Trainer:
                 f"the loss is {loss} at step {step} (learning rate {rate:.2g}); nothing was saved of it. "
                 "A lower --lr, a longer --warmup or --clip may help"
             )
-        val_loss = self.validate() if self._validates_after(step) else None
+        val_loss = self.validate(stop_now) if self._validates_after(step) else None
         if val_loss is not None:
             self.result.val_losses.append((step, val_loss))
         return Update(step, loss, rate, seconds, peak, active, cache, val_loss)
@@ -167,25 +200,27 @@ class Trainer:
         every = self.settings.val_every
         return step == self.settings.steps or (every > 0 and step % every == 0)
 
-    def validate(self) -> float | None:
-        """Mean loss over the validation batches, None without any.
+    def validate(self, stop_now: Callable[[], bool] = lambda: False) -> float | None:
+        """Mean loss over the validation batches, None without any or where the run was asked to stop.
 
         Validation runs the forward of one micro-batch at a time, which at any place holds less than a
         training step does there: so it is inside what was planned.
         """
         self.built.batch = []
         batches = self.corpus.validation_batches(self.settings.step.batch, self.settings.val_batches)
-        if not batches:
-            return None
-        return statistics.fmean(self.built.validation_loss(*_to_mlx(batch)) for batch in batches)
+        losses = []
+        for batch in batches:
+            if stop_now():
+                return None
+            losses.append(self.built.validation_loss(*_to_mlx(batch)))
+        return statistics.fmean(losses) if losses else None
 
-    def _batch(self, step: int) -> list[MicroBatch]:
-        micro_batches = self.settings.step.accumulate
-        inputs, targets = self.corpus.batch(
-            step, self.settings.seed, self.settings.step.batch * micro_batches
-        )
-        parts = zip(np.split(inputs, micro_batches), np.split(targets, micro_batches), strict=True)
-        batch = [_to_mlx(part) for part in parts]
+    def _batch(self, step: int, check: Callable[[], None]) -> list[MicroBatch]:
+        batch = []
+        s = self.settings
+        for part in self.corpus.micro_batches(step, s.seed, s.step.batch, s.step.accumulate):
+            check()
+            batch.append(_to_mlx(part))
         mx.eval(batch)
         return batch
 

@@ -107,4 +107,6 @@ def write_coefficients(coefficients: Coefficients, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot write coefficients {path}: {error.strerror}") from error
-    Output(path, COEFFICIENTS_FILE).write_text(coefficients.model_dump_json(by_alias=True, indent=1) + "\n")
+    output = Output(path, COEFFICIENTS_FILE)
+    output.check()
+    output.write_text(coefficients.model_dump_json(by_alias=True, indent=1) + "\n")

@@ -24,7 +24,10 @@ from pathlib import Path
 
 from oomguard.errors import InputError
 
-PART = re.compile(r"\..*\.\d+\.part(\.\w+)?")  # the name, the writer's process, and what its format asks for
+# The name, the writer's process, and what its format asks for. Before there were locks, "oomguard-" was left out.
+PART = re.compile(
+    r"\..+\.(?P<locks>oomguard-)?(?P<process>\d+)\.part(?(locks)(\.safetensors)?|\.safetensors)"
+)
 LONGEST_NAME_BYTES = 200  # of a part's name, what the file's own may take; a file system takes 255 or so
 LOOKED_AT_BYTES = 4096
 KINDS = (
@@ -73,8 +76,11 @@ class Output:
     option: str = ""
     inputs: Mapping[str, Path] | None = None
 
-    def check(self) -> None:
+    def check(self) -> list[tuple[Path, int]]:
         """Finds out whether the file may and can be written, without writing it.
+
+        Returns:
+            The parts of killed writers that were removed from its folder, and the bytes each held.
 
         Raises:
             InputError: it may or can not; the text says why and what would do.
@@ -82,10 +88,12 @@ class Output:
         if not self.path.parent.is_dir():
             raise self._refusal(f"there is no folder {self.path.parent} to write {self.path.name} to")
         self.check_place()
+        removed = remove_dead_parts(self.path.parent)
         try:
             _Part(self).drop()
         except OSError as error:
             raise self._refusal(f"{error.strerror} in {self.path.parent}") from error
+        return removed
 
     def check_place(self) -> None:
         """Raises InputError where something is at the path that must not be replaced."""
@@ -205,19 +213,23 @@ def remove_dead_parts(folder: Path) -> list[tuple[Path, int]]:
     removed = []
     with contextlib.suppress(OSError):
         for path in sorted(folder.iterdir()):
-            if PART.fullmatch(path.name) and (size := _remove_if_dead(path)) is not None:
+            if (size := _remove_if_dead(path)) is not None:
                 removed.append((path, size))
     return removed
 
 
 def _remove_if_dead(path: Path) -> int | None:
+    """Removes a part that nobody holds any more; the bytes it held, None where it is not one."""
+    named = PART.fullmatch(path.name)
+    if named is None:
+        return None
     try:
         held = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
         found = os.fstat(held)
-        if not stat.S_ISREG(found.st_mode) or not _lock(held, path):
+        if not stat.S_ISREG(found.st_mode) or not _is_dead(held, named):
             return None
         path.unlink()
         return found.st_size
@@ -227,18 +239,18 @@ def _remove_if_dead(path: Path) -> int | None:
         os.close(held)
 
 
-def _lock(held: int, path: Path) -> bool:
-    """Takes the lock of a part, if nobody has it.
+def _is_dead(held: int, named: re.Match[str]) -> bool:
+    """Takes the lock of a part, which its writer has for as long as it lives.
 
-    On a file system without locks the process in the name has it for as long as it runs.
+    Where there are no locks the process in the name is the writer for as long as it runs.
     """
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return not _runs(int(path.name.rpartition(".part")[0].rpartition(".")[2]))
-    return True
+        return not _runs(int(named["process"]))
+    return named["locks"] is not None or not _runs(int(named["process"]))
 
 
 def _runs(process: int) -> bool:
@@ -246,7 +258,7 @@ def _runs(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:
+    except (OSError, OverflowError):
         return True
     return process != os.getpid()
 
@@ -257,7 +269,7 @@ class _Part:
     def __init__(self, output: Output) -> None:
         self._place = output.path
         short = output.path.name.encode()[:LONGEST_NAME_BYTES].decode(errors="ignore")
-        name = f".{short}.{os.getpid()}.part{output.format.part_suffix}"
+        name = f".{short}.oomguard-{os.getpid()}.part{output.format.part_suffix}"
         self.path = output.path.with_name(name)
         self._held = self._make()
 
