@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,15 +131,9 @@ def save_run(
         InputError: the file may not or cannot be written; what was there before is still there.
     """
     import mlx.core as mx
-    from mlx.utils import tree_flatten
-
-    from oomguard.model.checkpoint import random_state
 
     output = path if isinstance(path, Output) else Output(Path(path), RUN_FILE)
-    parameters, optimizer_state, _ = built.state
-    arrays = {RANDOM: random_state()[0]}
-    for prefix, tree in ((MODEL, parameters.parameters()), (OPTIMIZER, optimizer_state)):
-        arrays |= {prefix + name: x for name, x in dict(tree_flatten(tree)).items()}
+    arrays = _arrays(built)
     progress = Progress(schema=SCHEMA, step=step, corpus_bytes=corpus_bytes, settings=settings)
     metadata = {METADATA_KEY: progress.model_dump_json(by_alias=True)}
     with output.replaced() as part:
@@ -147,6 +142,30 @@ def save_run(
         except (RuntimeError, ValueError) as error:  # a full disk, as MLX says it
             raise InputError(f"cannot save {output.path}: {error}") from error
         open_run(part)
+
+
+def _arrays(built: BuiltStep) -> dict[str, mx.array]:
+    """What is saved of a step, by its name in the file."""
+    from mlx.utils import tree_flatten
+
+    from oomguard.model.checkpoint import random_state
+
+    module, optimizer_state, _ = built.state
+    arrays = {RANDOM: random_state()[0]}
+    for prefix, tree in ((MODEL, module.parameters()), (OPTIMIZER, optimizer_state)):
+        arrays |= {prefix + name: x for name, x in dict(tree_flatten(tree)).items()}
+    return arrays
+
+
+def check_room(output: Output, built: BuiltStep) -> None:
+    """Raises InputError where the disk has no room for the run beside the one that it replaces."""
+    needed = sum(array.nbytes for array in _arrays(built).values())
+    free = shutil.disk_usage(output.path.parent).free
+    if free < needed:
+        raise InputError(
+            f"cannot save {output.path}: the run takes {format_bytes(needed)}, and its disk has "
+            f"{format_bytes(free)} free; make room, or name a file on another disk with --out"
+        )
 
 
 def check_can_save(path: str | Path) -> None:

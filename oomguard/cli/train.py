@@ -286,6 +286,7 @@ def train(request: Request, plan: Plan, settings: RunSettings, show: Show) -> in
     """Builds the run under the guard of its plan, trains, saves, learns, and shows how it ended."""
     from oomguard.guard import Guard
     from oomguard.model.corpus import Corpus
+    from oomguard.model.saving import check_room
     from oomguard.model.trainer import Trainer
 
     corpus = Corpus.open(request.corpus_path, settings.step.seq_len, settings.val_fraction)
@@ -296,6 +297,8 @@ def train(request: Request, plan: Plan, settings: RunSettings, show: Show) -> in
     _use_backend(plan.device.backend)
     with Guard.of(plan, on_notice=show.notice) as guard, stop_signals() as asked_to_stop:
         trainer = Trainer(settings, corpus, request.saved)
+        if request.out is not None:
+            check_room(request.out, trainer.built)
         if request.saved is not None and not trainer.optimizer_restored:
             show.note(
                 f"the state of {settings.step.optimizer} starts anew: the saved one is of another optimizer"
