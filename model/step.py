@@ -129,6 +129,7 @@ def build_step(
     seed: int = 0,
     evaluated: bool = True,
     recipe: Recipe | None = None,
+    with_batch: bool = True,
 ) -> BuiltStep:
     """Builds the model, the optimizer and the step of a configuration.
 
@@ -139,6 +140,7 @@ def build_step(
         evaluated: whether parameters, optimizer state and batch are evaluated. Without, nothing takes memory
             and a step of any size can be captured.
         recipe: learning rate, clipping norm and weight decay.
+        with_batch: whether there is a random batch; without, ``batch`` is empty until the caller sets it.
 
     Raises:
         InputError: the sequence is longer than the model's context.
@@ -155,7 +157,7 @@ def build_step(
     optimizer.init(module.trainable_parameters())
     module.train()
     state = [module.state, optimizer.state, mx.random.state]
-    batch = _random_batch(model, step, seed)
+    batch = _random_batch(model, step, seed) if with_batch else []
     if evaluated:
         mx.eval(state, batch)
     loss = _loss_of(module)

@@ -103,9 +103,8 @@ class Trainer:
             max_norm=s.max_norm,
             weight_decay=s.weight_decay,
         )
-        built = build_step(s.model, s.step, seed=s.seed, evaluated=evaluated, recipe=recipe)
-        built.batch = []  # a step holds one batch, and the corpus has it
-        return built
+        # A step holds one batch, and the corpus has it.
+        return build_step(s.model, s.step, seed=s.seed, evaluated=evaluated, recipe=recipe, with_batch=False)
 
     def train(
         self,
