@@ -25,7 +25,8 @@ from oomguard.cli.options import (
 )
 from oomguard.config import StepConfig
 from oomguard.errors import InputError, MeasureError
-from oomguard.rows import SCHEMA, Row, read_rows
+from oomguard.output_files import Output
+from oomguard.rows import ROW_FILE, SCHEMA, Row, read_rows
 from oomguard.units import format_bytes, format_seconds
 
 HELP = """Run a training step in a process of its own and keep what it peaked at.
@@ -107,7 +108,7 @@ def command(target: str | None, list_cases: bool, as_json: bool, **options: Any)
 
 def _run(target: str | None, as_json: bool, options: dict[str, Any]) -> int:
     from oomguard.measure.blas import missing_blas_hint
-    from oomguard.measure.collect import check_task, measure_task, row_output
+    from oomguard.measure.collect import check_task, measure_task
     from oomguard.measure.task import Settings
 
     settings = Settings(
@@ -119,7 +120,7 @@ def _run(target: str | None, as_json: bool, options: dict[str, Any]) -> int:
     )
     tasks, note, out = _what_to_run(target, options)
     if out is not None:
-        row_output(out, _inputs(target, options), "--out").check()
+        Output(out, ROW_FILE, "--out", _inputs(target, options)).check()
     hint = missing_blas_hint()
     if hint:
         click.echo(f"note: {hint}", err=True)

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,7 +174,7 @@ def sweep(
     path = Path(path)
     for task in tasks:
         check_task(task)
-    row_output(path).check_place()
+    Output(path, ROW_FILE).check_place()
     with _locked(path):
         header, finished = _what_is_there(path, command, note)
         wanted = list(dict.fromkeys(task.key for task in tasks))
@@ -193,11 +193,6 @@ def sweep(
                 row = _measure_into(path, header, task, settings, on_progress)
                 clock.stop(task)
             yield Progress(task, row, key in keep, done, len(wanted), clock.seconds_left())
-
-
-def row_output(path: Path, inputs: Mapping[str, Path] | None = None, option: str = "") -> Output:
-    """The row file as what is written. Rows are added to it, so a link to one stays a link."""
-    return Output(Path(os.path.realpath(path)) if path.is_symlink() else path, ROW_FILE, option, inputs)
 
 
 def _stands(task: Task, row: Row) -> bool:
