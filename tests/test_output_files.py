@@ -16,10 +16,13 @@ import click
 import pytest
 
 from oomguard.cli.main import COMMANDS, main
-from oomguard.coefficients import local_path, shipped
+from oomguard.coefficients import local_path, local_rows_path, shipped
 from oomguard.errors import InputError
-from oomguard.learn import write_coefficients
+from oomguard.learn import learn, write_coefficients
+from oomguard.measure import sweep
+from oomguard.measure.task import Task
 from oomguard.output_files import Format, Output, check_outputs, is_same_file, marked, remove_dead_parts
+from oomguard.rows import read_rows, shipped_row_files
 
 SHAPE = {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_mlp": 32, "context": 16}
 NOTES = "Notes that nobody has a second copy of.\n" * 30
@@ -130,24 +133,29 @@ def test_output_that_is_an_input_or_another_output_is_refused(
     assert_refused(line, said, folder, capsys)
 
 
-@pytest.mark.parametrize("option", WRITES)
+FOREIGN = (
+    ("a text", ""),
+    ("a text without a newline", ""),
+    ("nothing", ""),
+    ("a link to a text", ""),
+    ("a pipe", "it is a pipe, not a file"),
+    ("a folder", "it is a folder, not a file"),
+    ("a link to a device", "it is a device, not a file"),
+)
+
+
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "said", "option"),
     [
-        ("a text", ""),
-        ("a text without a newline", ""),
-        ("nothing", ""),
-        ("a link to a text", ""),
-        ("a pipe", "it is a pipe, not a file"),
-        ("a folder", "it is a folder, not a file"),
-        ("a link to a device", "it is a device, not a file"),
+        (kind, said, option)
+        for kind, said in FOREIGN
+        for option in WRITES
+        if (kind, option) != ("nothing", "--out of measure")  # rows are added, and nothing is lost
     ],
 )
 def test_output_over_what_oomguard_did_not_write_is_refused(
     kind: str, said: str, option: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if kind == "nothing" and option == "--out of measure":
-        pytest.skip("rows are added to a file, and an empty one has room for them")
     there = folder / "X"
     match kind:
         case "a text":
@@ -304,3 +312,27 @@ def test_calibration_is_written_over_a_damaged_file_but_over_no_link(
     path.symlink_to(folder / "kept.json")
     with pytest.raises(InputError, match="it is a symbolic link"):
         write_coefficients(shipped("cpu"), path)
+
+
+def test_rows_are_not_added_to_what_is_no_row_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OOMGUARD_HOME", str(folder / "home"))
+    local_rows_path().parent.mkdir()
+    header, rows = read_rows(next(shipped_row_files()))
+    for text in ("no line end", NOTES):
+        local_rows_path().write_text(text)
+        with pytest.raises(InputError, match=r"rows\.jsonl, line 1"):
+            learn(header, rows[0])
+        assert local_rows_path().read_text() == text
+    local_rows_path().write_text('{"schema":"oomguard.rows/1","mach')  # a process that was killed
+    learn(header, rows[0])
+    assert read_rows(local_rows_path()) == (header, [rows[0]])
+
+
+def test_rows_file_that_was_empty_before_is_there_when_no_row_was_made(folder: Path) -> None:
+    (folder / "rows.jsonl").touch()
+    sweep([Task(function=f"{folder / 'own.py'}:measured")], folder / "rows.jsonl").close()
+    with pytest.raises(InputError):
+        next(sweep([Task(case="absent!")], folder / "rows.jsonl"))
+    running = sweep([], folder / "rows.jsonl")
+    assert list(running) == []
+    assert (folder / "rows.jsonl").exists()
