@@ -115,12 +115,12 @@ def test_train_under_nohup_outlives_its_terminal(start: Start, folder: Path) -> 
     training.until(lambda: open_run(folder / "run.safetensors").step > before + 5)
 
 
-def test_train_whose_terminal_closes_saves(start: Start, folder: Path) -> None:
+def on_a_terminal(start: Start) -> tuple[Training, int]:
+    """An endless training on a terminal of its own, past its first update, and the other end of the terminal."""
     ours, theirs = pty.openpty()
-    owning = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
     training = start(
         *(*ENDLESS, "--out", "run.safetensors"),
-        before=owning,
+        before="import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)",
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
@@ -131,8 +131,25 @@ def test_train_whose_terminal_closes_saves(start: Start, folder: Path) -> None:
     seen = b""
     while b"loss" not in seen:
         seen += os.read(ours, 4096)
-    os.close(ours)
+    return training, ours
+
+
+def test_train_whose_terminal_closes_saves(start: Start, folder: Path) -> None:
+    training, terminal = on_a_terminal(start)
+    os.close(terminal)
     assert training.end()[0] == 130
+    assert open_run(folder / "run.safetensors").step >= 1
+
+
+def test_train_on_a_terminal_says_at_once_that_ctrl_c_was_heard(start: Start, folder: Path) -> None:
+    training, terminal = on_a_terminal(start)
+    os.write(terminal, b"\x03")  # the key, as the terminal takes it
+    seen = b""
+    while b"tokens/s\r\n" not in seen:
+        seen += os.read(terminal, 4096)
+    assert training.end()[0] == 130
+    os.close(terminal)
+    assert b"stopping after this micro-batch, to save; Ctrl-C again ends at once" in seen
     assert open_run(folder / "run.safetensors").step >= 1
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +28,8 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
         now = time.monotonic()
         if number == signal.SIGINT and asked_at and now - asked_at[0] > ONE_STOP_SECONDS:
             raise KeyboardInterrupt
+        if number == signal.SIGINT and not asked_at:
+            _say_on_a_terminal("\nstopping after this micro-batch, to save; Ctrl-C again ends at once\n")
         asked_at.append(now)
 
     numbers = [signal.SIGINT, signal.SIGTERM]
@@ -36,3 +41,10 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+def _say_on_a_terminal(text: str) -> None:
+    """Past Python's streams: a signal may come while they are being written to."""
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stderr is not None and sys.stderr.isatty():
+            os.write(sys.stderr.fileno(), text.encode())
