@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import cast
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ from oomguard.guard import Guard
 from oomguard.model.checkpoint import random_state
 from oomguard.model.corpus import Corpus, Windows
 from oomguard.model.run_settings import RunSettings, check_trainable
-from oomguard.model.saving import SavedRun, restore, save_run
+from oomguard.model.saving import RUN_FILE, SavedRun, restore, save_run
 from oomguard.model.schedule import warmup_cosine
 from oomguard.model.step import BuiltStep, MicroBatch, Recipe, build_step
 from oomguard.output_files import Output
@@ -36,6 +37,10 @@ class Update:
     val_loss: float | None = None
 
 
+OnSaveFailed = Callable[[InputError, Path | None], object]
+"""Told why a run could not be saved, and where it is saved instead; None for later."""
+
+
 class _Stopped(Exception):
     """The run was asked to stop before the update, or the validation, that runs was over."""
 
@@ -44,7 +49,8 @@ class _Stopped(Exception):
 class TrainResult:
     """A run, finished or stopped.
 
-    ``first_step`` is the step it began after: 0, or where a resumed run was saved.
+    ``first_step`` is the step it began after: 0, or where a resumed run was saved. ``saved`` is the file its end
+    was saved to.
     """
 
     settings: RunSettings
@@ -52,6 +58,7 @@ class TrainResult:
     updates: list[Update] = field(default_factory=list)
     val_losses: list[tuple[int, float]] = field(default_factory=list)
     stopped: bool = False
+    saved: Path | None = None
 
     @property
     def step(self) -> int:
@@ -115,7 +122,7 @@ class Trainer:
         stop_now: Callable[[], bool] = lambda: False,
         save_to: str | Output | None = None,
         save_every: int = 0,
-        on_save_failed: Callable[[InputError], object] | None = None,
+        on_save_failed: OnSaveFailed | None = None,
     ) -> TrainResult:
         """Runs to the settings' last step, or until it is asked to stop.
 
@@ -128,33 +135,46 @@ class Trainer:
             stop_now: asked before every micro-batch, of steps and of validation.
             save_to: where the run is saved, at its end and every ``save_every`` steps (0: only at its end).
             on_save_failed: told when a save on the way fails, as on a full disk; the run goes on, and the next
-                save may succeed. None: the failure ends the run, as it always does at the end.
+                save may succeed. Told at the end, and where the run is saved instead, when something else took
+                its place meanwhile. None: either ends the run with the error.
 
         Raises:
             OomguardError: the loss is no longer a number; nothing is saved.
             InputError: the run cannot be saved.
         """
+        output = Output(Path(save_to), RUN_FILE) if isinstance(save_to, str) else save_to
         for step in range(self.first_step + 1, self.settings.steps + 1):
             update = None if should_stop() else self._update(step, stop_now)
             if update is None:
                 self.result.stopped = True
                 break
             self.result.updates.append(update)
-            if save_to and save_every and step % save_every == 0 and step < self.settings.steps:
-                self._save_on_the_way(save_to, on_save_failed)
+            if output and save_every and step % save_every == 0 and step < self.settings.steps:
+                self._save_on_the_way(output, on_save_failed)
             guard.check()
             on_update(update)
-        if save_to and self.result.updates:
-            self.save(save_to)
+        if output and self.result.updates:
+            self.result.saved = self._save_at_the_end(output, on_save_failed)
         return self.result
 
-    def _save_on_the_way(self, path: str | Output, on_failed: Callable[[InputError], object] | None) -> None:
+    def _save_on_the_way(self, output: Output, on_failed: OnSaveFailed | None) -> None:
         try:
-            self.save(path)
+            self.save(output)
         except InputError as error:
             if on_failed is None:
                 raise
-            on_failed(error)
+            on_failed(error, None)
+
+    def _save_at_the_end(self, output: Output, on_failed: OnSaveFailed | None) -> Path:
+        try:
+            output.check_place()
+        except InputError as error:
+            if on_failed is None:
+                raise
+            output = output.beside()
+            on_failed(error, output.path)
+        self.save(output)
+        return output.path
 
     def save(self, path: str | Output) -> None:
         """Saves the run as it is now.

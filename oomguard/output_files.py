@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import re
 import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from oomguard.errors import InputError
@@ -127,6 +128,11 @@ class Output:
             return self.format.why_not_ours(self.path)
         except OSError as error:
             return f"it is there already and cannot be read ({error.strerror})"
+
+    def beside(self) -> Output:
+        """The first free name beside the file: ``run-2.safetensors``."""
+        names = (self.path.with_stem(f"{self.path.stem}-{number}") for number in itertools.count(2))
+        return replace(self, path=next(path for path in names if not os.path.lexists(path)))
 
     def write_text(self, text: str) -> None:
         """Writes the file, durably.

@@ -286,6 +286,19 @@ def test_train_goes_on_when_a_save_on_the_way_fails(start: Start, folder: Path) 
     assert open_run(folder / "run.safetensors").step == 4
 
 
+def test_train_whose_place_was_taken_meanwhile_saves_beside_it(start: Start, folder: Path) -> None:
+    training = start(*ENDLESS, "--out", "run.safetensors")
+    training.until_line("step ")
+    (folder / "run.safetensors").write_text("somebody else's")
+    training.process.send_signal(signal.SIGTERM)
+    status, out, err = training.end()
+    assert (status, err) == (130, "")
+    assert "saved as run-2.safetensors instead" in out
+    assert "saved run-2.safetensors" in out
+    assert (folder / "run.safetensors").read_text() == "somebody else's"
+    assert open_run(folder / "run-2.safetensors").step >= 1
+
+
 def test_train_without_room_on_the_disk_does_not_begin(start: Start, folder: Path) -> None:
     small = "import shutil; shutil.disk_usage = lambda path: type(str(path), (), {'free': 1000})"
     status, out, err = start(*MINI, "--steps", "4", "--out", "run.safetensors", before=small).end()

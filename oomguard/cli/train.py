@@ -317,9 +317,9 @@ def train(request: Request, plan: Plan, settings: RunSettings, show: Show) -> in
                 stop_now=asked_to_stop,
                 save_to=request.out,
                 save_every=request.options["save_every"],
-                on_save_failed=lambda error: show.note(f"{error}; the run goes on, and is saved later"),
+                on_save_failed=show.save_failed,
             )
-        saved = str(request.out.path) if request.out is not None and result.updates else None
+        saved = None if result.saved is None else str(result.saved)
         learned = None if request.options["no_learn"] else _learn(result, guard, show)
         status = show.ending(plan, guard, result, saved, learned)
     if show.lost is not None and not asked_to_stop():

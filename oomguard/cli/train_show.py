@@ -9,11 +9,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import click
 
 from oomguard.cli.options import wants_colour
+from oomguard.errors import InputError
 from oomguard.units import format_seconds
 
 if TYPE_CHECKING:
@@ -112,6 +114,10 @@ class Show:
     def note(self, text: str) -> None:
         self.notes.append(text)
         self._print(f"note: {text}")
+
+    def save_failed(self, error: InputError, instead: Path | None) -> None:
+        then = "the run goes on, and is saved later" if instead is None else f"saved as {instead} instead"
+        self.note(f"{error}; {then}")
 
     def notice(self, notice: Notice) -> None:
         self.note(notice.text)
