@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,9 +70,16 @@ class Corpus:
 
     def batch(self, step: int, seed: int, sequences: int) -> tuple[Windows, Windows]:
         """Inputs and targets of one update, (sequences, seq_len) each; the same for a step and a seed."""
+        return next(self.micro_batches(step, seed, sequences, 1))
+
+    def micro_batches(
+        self, step: int, seed: int, sequences: int, count: int
+    ) -> Iterator[tuple[Windows, Windows]]:
+        """One update in ``count`` parts of ``sequences`` each, drawn one by one: together they are its ``batch``."""
         draw = np.random.default_rng([seed, step])
-        starts = draw.integers(0, len(self.training) - self.seq_len, size=sequences)
-        return _windows(self.training, starts, self.seq_len)
+        for _ in range(count):
+            starts = draw.integers(0, len(self.training) - self.seq_len, size=sequences)
+            yield _windows(self.training, starts, self.seq_len)
 
     def validation_batches(self, sequences: int, at_most: int) -> list[tuple[Windows, Windows]]:
         """Evenly spread windows of the held-out text, the same at every call; always full batches.

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from oomguard.config import Frozen, ModelConfig, Positive, StepConfig
+from oomguard.config import Frozen, MemoryBytes, ModelConfig, Positive, StepConfig
 from oomguard.errors import InputError
 from oomguard.units import format_bytes
 
@@ -34,7 +34,7 @@ class RunSettings(Frozen):
     val_every: NotNegative = 0
     val_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
     val_batches: Positive = 4
-    memory_bytes: Positive | None = None
+    memory_bytes: MemoryBytes | None = None
 
 
 def check_trainable(settings: RunSettings) -> None:

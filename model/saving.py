@@ -1,14 +1,13 @@
 """A training run on disk: one safetensors file with parameters, optimizer state, random state and settings.
 
 The settings are text in the file's own metadata, so they can be read without MLX and travel with the weights.
-A file is written beside its place and moved there when it is whole and on disk: whoever reads the name sees
-the old file or the new one.
+How a file takes its place, and what it never replaces, is said in ``oomguard.output_files``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
+import shutil
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from pydantic import Field, ValidationError
 from oomguard.config import Frozen, first_problem
 from oomguard.errors import InputError
 from oomguard.model.run_settings import RunSettings
+from oomguard.output_files import Format, Output
 from oomguard.reading import parse_json
 from oomguard.units import format_bytes
 
@@ -113,53 +113,66 @@ def _read_header(path: Path, prefix: bytes, read: Any, size: int) -> dict[str, A
     return dict(header)
 
 
-def save_run(path: str | Path, built: BuiltStep, settings: RunSettings, step: int, corpus_bytes: int) -> None:
+def _why_no_run(path: Path) -> str:
+    try:
+        open_run(path)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+RUN_FILE = Format("cannot save", _why_no_run, part_suffix=".safetensors")  # MLX adds it where it is missing
+
+
+def save_run(
+    path: str | Path | Output, built: BuiltStep, settings: RunSettings, step: int, corpus_bytes: int
+) -> None:
     """Writes a run, whole or not at all, durably.
 
     Raises:
-        InputError: the file cannot be written; what was there before is still there.
+        InputError: the file may not or cannot be written; what was there before is still there.
     """
     import mlx.core as mx
+
+    output = path if isinstance(path, Output) else Output(Path(path), RUN_FILE)
+    arrays = _arrays(built)
+    progress = Progress(schema=SCHEMA, step=step, corpus_bytes=corpus_bytes, settings=settings)
+    metadata = {METADATA_KEY: progress.model_dump_json(by_alias=True)}
+    with output.replaced() as part:
+        try:
+            mx.save_safetensors(str(part), arrays, metadata)
+        except (RuntimeError, ValueError) as error:  # a full disk, as MLX says it
+            raise InputError(f"cannot save {output.path}: {error}") from error
+        open_run(part)
+
+
+def _arrays(built: BuiltStep) -> dict[str, mx.array]:
+    """What is saved of a step, by its name in the file."""
     from mlx.utils import tree_flatten
 
     from oomguard.model.checkpoint import random_state
 
-    path = Path(path)
-    parameters, optimizer_state, _ = built.state
+    module, optimizer_state, _ = built.state
     arrays = {RANDOM: random_state()[0]}
-    for prefix, tree in ((MODEL, parameters.parameters()), (OPTIMIZER, optimizer_state)):
+    for prefix, tree in ((MODEL, module.parameters()), (OPTIMIZER, optimizer_state)):
         arrays |= {prefix + name: x for name, x in dict(tree_flatten(tree)).items()}
-    progress = Progress(schema=SCHEMA, step=step, corpus_bytes=corpus_bytes, settings=settings)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part.safetensors")
-    try:
-        mx.save_safetensors(str(part), arrays, {METADATA_KEY: progress.model_dump_json(by_alias=True)})
-        _sync(part)
-        part.replace(path)
-        _sync(path.parent)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise InputError(f"cannot save {path}: {getattr(error, 'strerror', None) or error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink()
+    return arrays
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def check_room(output: Output, built: BuiltStep) -> None:
+    """Raises InputError where the disk has no room for the run beside the one that it replaces."""
+    needed = sum(array.nbytes for array in _arrays(built).values())
+    free = shutil.disk_usage(output.path.parent).free
+    if free < needed:
+        raise InputError(
+            f"cannot save {output.path}: the run takes {format_bytes(needed)}, and its disk has "
+            f"{format_bytes(free)} free; make room, or name a file on another disk with --out"
+        )
 
 
 def check_can_save(path: str | Path) -> None:
-    """Raises InputError before a run, rather than after it, when ``path`` cannot be written."""
-    path = Path(path)
-    if path.is_dir():
-        raise InputError(f"cannot save to {path}: it is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise InputError(f"cannot save to {path}: there is no folder {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise InputError(f"cannot save to {path}: no permission to write in {path.parent}")
+    """Raises InputError before a run, rather than after it, when it may not or cannot be saved at ``path``."""
+    Output(Path(path), RUN_FILE).check()
 
 
 def restore(built: BuiltStep, run: SavedRun) -> bool:

@@ -99,11 +99,19 @@ class BuiltStep:
             return Repeated((first, False), (between, False), (last, True), len(batch))
         return [([micro_batch], i == len(batch) - 1) for i, micro_batch in enumerate(batch)]
 
-    def run(self, batch: Sequence[MicroBatch] | None = None) -> mx.array:
-        """One update, evaluated; the mean loss over its micro-batches, a float32 scalar."""
+    def run(
+        self, batch: Sequence[MicroBatch] | None = None, *, between: Callable[[], object] = lambda: None
+    ) -> mx.array:
+        """One update, evaluated; the mean loss over its micro-batches, a float32 scalar.
+
+        ``between`` is called before each further call of the step. What it raises ends the update there:
+        parameters and optimizer are as before it, and only the random state has moved on.
+        """
         total: mx.array | None = None
         gradients: Gradients = None
         for micro_batches, update in self.graphs(batch):
+            if total is not None:
+                between()
             loss, gradients = self.function(micro_batches, gradients, update)
             total = loss if total is None else total + loss
             mx.eval(self.state, total, gradients)
@@ -128,6 +136,7 @@ def build_step(
     seed: int = 0,
     evaluated: bool = True,
     recipe: Recipe | None = None,
+    with_batch: bool = True,
 ) -> BuiltStep:
     """Builds the model, the optimizer and the step of a configuration.
 
@@ -138,6 +147,7 @@ def build_step(
         evaluated: whether parameters, optimizer state and batch are evaluated. Without, nothing takes memory
             and a step of any size can be captured; of micro-batches that are evaluated one by one, two exist.
         recipe: learning rate, clipping norm and weight decay.
+        with_batch: whether there is a random batch; without, ``batch`` is empty until the caller sets it.
 
     Raises:
         InputError: the sequence is longer than the model's context.
@@ -154,7 +164,8 @@ def build_step(
     optimizer.init(module.trainable_parameters())
     module.train()
     state = [module.state, optimizer.state, mx.random.state]
-    batch = _random_batch(model, step, seed, repeated=not evaluated and step.evaluate_micro_steps)
+    repeated = not evaluated and step.evaluate_micro_steps
+    batch = _random_batch(model, step, seed, repeated=repeated) if with_batch else []
     if evaluated:
         mx.eval(state, batch)
     loss = _loss_of(module)

@@ -41,6 +41,8 @@ OPTIMIZERS: tuple[Optimizer, ...] = ("sgd", "adam", "adamw", "lion", "adafactor"
 
 # MLX counts the elements of a dimension in 32 bits.
 Positive = Annotated[int, Field(gt=0, lt=1 << 31)]
+# A memory is counted in bytes, and those in 64 bits: 2 GiB is one more than ``Positive`` holds.
+MemoryBytes = Annotated[int, Field(gt=0, lt=1 << 63)]
 
 
 class Frozen(BaseModel):

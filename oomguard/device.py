@@ -18,6 +18,7 @@ from typing import Any
 from oomguard import machine
 from oomguard.errors import InputError
 from oomguard.machine import Backend
+from oomguard.output_files import Format, Output, marked
 from oomguard.units import GIB, MIB
 
 BACKENDS: tuple[Backend, ...] = ("metal", "cpu", "cuda")
@@ -331,6 +332,9 @@ class Probe:
     architecture: str
 
 
+PROBE_FILE = Format("cannot write probe", marked('"working_set_bytes"', "probe"))
+
+
 def probe_path() -> Path:
     """Where the last probe of this Mac is kept: beside the local calibration."""
     from oomguard.coefficients import local_rows_path
@@ -361,10 +365,8 @@ def remember_probe() -> None:
     path = probe_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps(asdict(probe)))
-        new.replace(path)
-    except OSError:
+        Output(path, PROBE_FILE).write_text(json.dumps(asdict(probe)))
+    except (OSError, InputError):
         return
 
 

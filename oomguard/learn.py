@@ -6,8 +6,6 @@ A calibration directory holds ``rows.jsonl`` (from ``oomguard calibrate`` and fr
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from oomguard.coefficients import Coefficients, Mode, local_path, local_rows_path, shipped
 from oomguard.errors import InputError
-from oomguard.rows import Header, Row, append_row, read_rows
+from oomguard.output_files import Output, kept_in_own_folder
+from oomguard.rows import ROW_FILE, Header, Row, append_row, read_begun
 
 if TYPE_CHECKING:
     from oomguard.fit import Part
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 LOCAL_RIDGE = 0.01
 MIN_LOCAL_ROWS = 4  # the shipped profile is held to where so few say little
 LEAST_BAND = 0.04  # no band of so few rows is narrower than this either way
+COEFFICIENTS_FILE = kept_in_own_folder("coefficients")
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,9 @@ def learn(header: Header, row: Row) -> Learnt:
     """
     path = local_rows_path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    begun = path.exists() and b"\n" in path.read_bytes()
-    kept = read_rows(path)[1] if begun else []
+    Output(path, ROW_FILE).check_place()
+    begun = read_begun(path)
+    kept = begun[1] if begun else []
     append_row(path, header, row)
     rows = comparable([*kept, row], header)
     if not enough(rows):
@@ -126,15 +127,10 @@ def write_coefficients(coefficients: Coefficients, path: Path) -> None:
     Raises:
         InputError: it cannot be written.
     """
-    text = coefficients.model_dump_json(by_alias=True, indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.stem) as folder:
-            whole = Path(folder) / path.name
-            with whole.open("w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            whole.replace(path)
     except OSError as error:
         raise InputError(f"cannot write coefficients {path}: {error.strerror}") from error
+    output = Output(path, COEFFICIENTS_FILE)
+    output.check()
+    output.write_text(coefficients.model_dump_json(by_alias=True, indent=1) + "\n")

@@ -22,6 +22,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from oomguard.config import Frozen, ModelConfig, StepConfig, first_problem
 from oomguard.errors import InputError
+from oomguard.output_files import Format
 from oomguard.problems import shown
 from oomguard.reading import json_values, parse_json, read_text
 
@@ -30,6 +31,9 @@ PRINTED_SCHEMA: Final = "oomguard.measure/1"
 
 _PRINTED = re.compile(r'\s*\{\s*"schema"\s*:\s*"oomguard\.measure/1"')
 _START_BYTES = 1 << 16  # a header is some hundred
+
+HEADER_BEGINS = f'{{"schema":"{SCHEMA}"'.encode()
+LONGEST_BEGINNING_BYTES = 1 << 20
 
 Bytes = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -219,6 +223,38 @@ def _parse_line(path: Path, number: int, line: str) -> Any:
         raise
     except ValueError as error:
         raise InputError(f"{path}, line {number}: not JSON ({error})") from error
+
+
+def read_begun(path: str | Path) -> tuple[Header, list[Row]] | None:
+    """Header and rows of a file that rows are to be added to; None where there is no file, or not a whole line.
+
+    Raises:
+        InputError: the file is something else; ``append_row`` would cut off what it takes for a beginning.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            first = file.readline(LONGEST_BEGINNING_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InputError(f"cannot read row file {path}: {error.strerror}") from error
+    if first.endswith(b"\n"):
+        return read_rows(path)
+    if first[: len(HEADER_BEGINS)] != HEADER_BEGINS[: len(first)]:
+        raise InputError(f"{path}, line 1: not the header of a row file")
+    return None
+
+
+def _why_no_row_file(path: Path) -> str:
+    try:
+        read_begun(path)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+ROW_FILE = Format("cannot write row file", _why_no_row_file)
 
 
 def append_row(path: str | Path, header: Header, row: Row) -> None:

@@ -388,9 +388,8 @@ def two_steps_late() -> Built:
     return Built(step, inputs(), [model, late], lambda loss: loss, lambda returned, state: returned)
 
 
-def measure(name: str) -> list[int]:
+def measure(built: Built) -> list[int]:
     """The peaks of the first steps, as MLX measures them."""
-    built: Built = globals()[name]()
     built.state = None  # a list of arrays would hold those it was made with
     mx.eval(built.arguments)
     peaks = []
@@ -404,11 +403,11 @@ def measure(name: str) -> list[int]:
     return peaks
 
 
-def main() -> None:
-    """Each builder in a process of its own, all from one start of the interpreter."""
+def main(builders: dict[str, Any]) -> None:
+    """Each builder that is named in a process of its own, all from one start of the interpreter."""
     for name in sys.argv[1:]:
         if not os.fork():
-            sys.stdout.write(json.dumps([name, measure(name)]) + "\n")
+            sys.stdout.write(json.dumps([name, measure(builders[name]())]) + "\n")
             sys.stdout.flush()
             os._exit(0)
         if os.wait()[1]:
@@ -416,4 +415,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(globals())

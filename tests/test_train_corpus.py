@@ -129,3 +129,12 @@ def test_corpus_without_read_permission_is_refused(file: Path, monkeypatch: pyte
         monkeypatch.setattr(Path, "open", denied)
     with pytest.raises(InputError, match=r"cannot read corpus .*text.txt: Permission denied"):
         Corpus.open(file, 16, 0.05)
+
+
+@pytest.mark.parametrize("seq_len", [1, 32, 4000])
+def test_corpus_micro_batches_drawn_one_by_one_are_the_batch_of_the_update(file: Path, seq_len: int) -> None:
+    corpus = Corpus.open(file, seq_len, 0.0)
+    inputs, targets = corpus.batch(5, 2, 12)
+    parts = list(corpus.micro_batches(5, 2, 3, 4))
+    assert (np.concatenate([part for part, _ in parts]) == inputs).all()
+    assert (np.concatenate([part for _, part in parts]) == targets).all()

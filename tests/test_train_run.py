@@ -80,6 +80,35 @@ def test_run_stopped_and_resumed_is_the_run_that_was_not_stopped(
     assert open_run(path).step == 8
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_run_stopped_inside_an_update_is_saved_as_after_the_last_whole_one(
+    compiled: bool, tmp_path: Path
+) -> None:
+    model = MODEL.model_copy(update={"dropout": 0.2})
+    step = STEP.but(compiled=compiled, batch=2, accumulate=4)
+    wanted = settings(step=step, val_fraction=0.0).model_copy(update={"model": model})
+    _, straight = run(wanted)
+    asked = iter(range(1000))
+    path = tmp_path / "run.safetensors"
+    # An update asks 4 times as its micro-batches are drawn and 3 times between them: here in the fourth one.
+    _, first = run(wanted, save_to=str(path), stop_now=lambda: next(asked) == 3 * 7 + 4 + 1)
+    assert (first.stopped, first.step) == (True, 3)
+    assert open_run(path).step == 3
+    _, rest = run(wanted, resume=path)
+    assert losses(first) + losses(rest) == losses(straight)
+
+
+def test_run_stopped_inside_its_validation_keeps_the_update() -> None:
+    drawn = []
+
+    def stop_now() -> bool:
+        drawn.append(1)
+        return len(drawn) > 1  # the first is the micro-batch of the update
+
+    _, result = run(settings(steps=1, warmup=0, val_batches=2), stop_now=stop_now)
+    assert (result.step, result.val_losses) == (1, [])
+
+
 @pytest.mark.parametrize(
     ("before", "after"), [("every", "none"), ("none", "attention"), ("none", "stride=2")]
 )

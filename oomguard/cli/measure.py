@@ -27,7 +27,8 @@ from oomguard.cli.options import (
 )
 from oomguard.config import StepConfig
 from oomguard.errors import InputError, MeasureError
-from oomguard.rows import Row, is_row_file, printed_rows, read_rows
+from oomguard.output_files import Output
+from oomguard.rows import ROW_FILE, Row, is_row_file, printed_rows, read_rows
 from oomguard.units import format_bytes, format_seconds
 
 HELP = """Run a training step in a process of its own and keep what it peaked at.
@@ -93,8 +94,8 @@ class _Command(click.Command):
 @click.option("--force", is_flag=True, help="Run a step even if it cannot fit.")
 @click.option(
     "--out",
-    type=click.Path(dir_okay=False),
-    help="Row file to add to.  [default for a sweep: NAME.rows.jsonl]",
+    type=click.Path(path_type=Path),
+    help="Row file to add to, or a new one.  [default for a sweep: NAME.rows.jsonl]",
 )
 @click.option("--retry", is_flag=True, help="Measure failed rows of the file again.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -121,6 +122,8 @@ def _run(target: str | None, as_json: bool, options: dict[str, Any]) -> int:
         force=options["force"],
     )
     tasks, note, out = _what_to_run(target, options)
+    if out is not None:
+        Output(out, ROW_FILE, "--out", _inputs(target, options)).check()
     hint = missing_blas_hint()
     if hint:
         click.echo(f"note: {hint}", err=True)
@@ -138,7 +141,7 @@ def _what_to_run(target: str | None, options: dict[str, Any]) -> tuple[Sequence[
     from oomguard.measure.sweep_file import read_sweep
     from oomguard.measure.task import Task
 
-    out = None if options["out"] is None else Path(options["out"])
+    out: Path | None = options["out"]
     if target is not None and _is_function(target):
         refuse_beside(CHOOSES, f"{target} says what to run")
         return [Task(function=target)], "", out
@@ -168,6 +171,18 @@ def _what_to_run(target: str | None, options: dict[str, Any]) -> tuple[Sequence[
         compiled=options["compiled"],
     )
     return [Task(model=model, step=step)], "", out
+
+
+def _inputs(target: str | None, options: dict[str, Any]) -> dict[str, Path]:
+    """The files that say what is measured, by what each is."""
+    inputs = {}
+    if target is not None and _is_function(target):
+        inputs["the script that is measured"] = Path(target.rpartition(":")[0])
+    elif target is not None:
+        inputs["the sweep file"] = Path(target)
+    if options["config"] is not None:
+        inputs["what --config reads"] = options["config"]
+    return inputs
 
 
 def _is_function(target: str) -> bool:

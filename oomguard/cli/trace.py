@@ -29,6 +29,7 @@ from oomguard.cli.waiting import waiting
 from oomguard.config import CheckpointPolicy, StepConfig
 from oomguard.device import Device, find_device
 from oomguard.errors import InputError, TraceError
+from oomguard.output_files import Output, check_outputs
 from oomguard.settings import AUTO
 from oomguard.units import parse_bytes
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 WITHIN, OVER = 0, 1
 SIZE = Reader("size", parse_bytes, "SIZE")
-OUTPUT = click.Path(dir_okay=False, path_type=Path)
+OUTPUT = click.Path(path_type=Path)
 
 # What describes a step of a preset says nothing beside a target that is a step already.
 DESCRIBES = ("batch", "grad_checkpoint", "accumulate", "ctx_tokens", "optimizer", "dtype", "clip")
@@ -106,12 +107,14 @@ def command(as_json: bool, timeline: Path | None, html: Path | None, **options: 
         def step(inputs, targets): ...
         return step, (inputs, targets), [model, optimizer]
 
+    FILE.json and FILE.html are new files, or ones that this command wrote
+    before; nothing else is overwritten, and no link, pipe or device.
+
     Exit status: 0, 1 the peak is over --budget or, with one, a buffer larger than
     the device hands out, 2 wrong usage or a step that cannot be traced.
     """
-    for path in (timeline, html):
-        if path is not None and not path.parent.is_dir():
-            raise InputError(f"no folder {path.parent} to write {path.name} to")
+    outputs = _outputs(timeline, html, options)
+    check_outputs(list(outputs.values()))
     if options["sequenced"] and options["memory_limit"] is not None:
         raise InputError("--sequenced is --memory-limit 0; give one of them")
     with waiting("simulating the step"):
@@ -122,15 +125,33 @@ def command(as_json: bool, timeline: Path | None, html: Path | None, **options: 
     if timeline is not None:
         from oomguard.report.trace_timeline import timeline_json
 
-        timeline.write_text(json.dumps(timeline_json(report)), encoding="utf-8")
+        outputs["timeline"].write_text(json.dumps(timeline_json(report)))
         click.echo(f"timeline: {timeline}, to be opened in https://ui.perfetto.dev", err=True)
     if html is not None and page_report is not None:
         from oomguard.report.trace_html import trace_html
 
-        html.write_text(trace_html(page_report), encoding="utf-8")
+        outputs["html"].write_text(trace_html(page_report))
         click.echo(f"page: {html}", err=True)
     click.echo(_said(report, as_json))
     return OVER if report.fits is False else WITHIN
+
+
+def _outputs(timeline: Path | None, html: Path | None, options: dict[str, Any]) -> dict[str, Output]:
+    """The files to be written, by the option that names each."""
+    from oomguard.report.trace_html import PAGE_FILE
+    from oomguard.report.trace_timeline import TIMELINE_FILE
+
+    inputs = {}
+    if options["target"] is not None:
+        inputs["the script that is traced"] = Path(options["target"].rpartition(":")[0])
+    if options["config"] is not None:
+        inputs["what --config reads"] = options["config"]
+    named = {"timeline": (timeline, TIMELINE_FILE), "html": (html, PAGE_FILE)}
+    return {
+        name: Output(path, format_, f"--{name}", inputs)
+        for name, (path, format_) in named.items()
+        if path is not None
+    }
 
 
 def _said(report: TraceReport, as_json: bool) -> str:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -27,8 +23,11 @@ from oomguard.cli.options import (
     step_options,
     whole,
 )
+from oomguard.cli.stopping import stop_signals
 from oomguard.cli.train_show import Show
 from oomguard.errors import InputError, OomguardError
+from oomguard.output_files import Output
+from oomguard.units import format_bytes
 
 if TYPE_CHECKING:
     from oomguard.guard import Guard
@@ -50,10 +49,14 @@ HELP = """Train the preset GPT on a text, with the setting the planner picks, in
 
 The planner is asked before the corpus is read, and the cache limit it assumes is set. Any UTF-8 text will
 do: it is read as bytes. --resume keeps every setting of the run it goes on from, but for the options given.
-Ctrl-C ends after the step that runs, and saves. The run's row joins this machine's calibration.
+The run's row joins this machine's calibration.
+
+Ctrl-C, a kill, a closed terminal or the end of whatever reads the output stop the run before its next
+micro-batch. It is saved as it was after the last whole update. A second Ctrl-C ends at once, without saving.
+--out is a new file or an earlier run; nothing else is overwritten, and no link, pipe or device.
 
 Exit status: 0 trained within the budget, 1 nothing fits or the peak passed the budget, 2 wrong usage or
-input, 130 stopped.
+input, 130 stopped, 141 stopped because nobody reads its output.
 """
 
 
@@ -163,13 +166,10 @@ class Request:
         )
         self.corpus_path = self._corpus_path()
         self._refuse_unused()
-        self.out = options["out"] or options["resume"]
+        self.out = self._output()
         if self.out is None and options["save_every"]:
             raise InputError("--save-every: where to? Give --out FILE.safetensors")
-        if self.out is not None:
-            from oomguard.model.saving import check_can_save
-
-            check_can_save(self.out)
+        self.dead_parts = [] if self.out is None else self.out.check()
 
     def _open_saved(self) -> SavedRun | None:
         if self.options["resume"] is None:
@@ -208,6 +208,18 @@ class Request:
         if path is None and self.saved is None:
             raise InputError("what should it learn from? Give --corpus FILE, any UTF-8 text")
         return Path(path if path is not None else self.saved.settings.corpus)  # type: ignore[union-attr]
+
+    def _output(self) -> Output | None:
+        """Where the run is saved; that may be the run it goes on from, and nothing else that it reads."""
+        from oomguard.model.saving import RUN_FILE
+
+        option = "out" if self.options["out"] is not None else "resume"
+        if self.options[option] is None:
+            return None
+        inputs = {"the corpus": self.corpus_path}
+        if self.options["config"] is not None:
+            inputs["what --config reads"] = self.options["config"]
+        return Output(self.options[option], RUN_FILE, f"--{option}", inputs)
 
     def value(self, name: str, saved: Any) -> Any:
         """An option: as given, else as the resumed run had it, else its default."""
@@ -290,30 +302,45 @@ def train(request: Request, plan: Plan, settings: RunSettings, show: Show) -> in
     """Builds the run under the guard of its plan, trains, saves, learns, and shows how it ended."""
     from oomguard.guard import Guard
     from oomguard.model.corpus import Corpus
+    from oomguard.model.saving import check_room
     from oomguard.model.trainer import Trainer
 
     corpus = Corpus.open(request.corpus_path, settings.step.seq_len, settings.val_fraction)
     if request.saved is not None and request.saved.progress.corpus_bytes != corpus.size_bytes:
         show.note(f"the corpus had {request.saved.progress.corpus_bytes} bytes, now {corpus.size_bytes}")
+    for part, size_bytes in request.dead_parts:
+        show.note(f"removed {part.name} ({format_bytes(size_bytes)}), left by a save that was killed")
     _use_backend(plan.device.backend)
-    out = None if request.out is None else str(request.out)
-    with Guard.of(plan, on_notice=show.notice) as guard, _stop_signals() as asked_to_stop:
+    with Guard.of(plan, on_notice=show.notice) as guard, stop_signals() as asked_to_stop:
         trainer = Trainer(settings, corpus, request.saved)
+        if request.out is not None:
+            check_room(request.out, trainer.built)
         if request.saved is not None and not trainer.optimizer_restored:
             show.note(
                 f"the state of {settings.step.optimizer} starts anew: the saved one is of another optimizer"
             )
+
+        def should_stop() -> bool:
+            # Without readers there is nobody to train for; an update is made first where it can be saved.
+            unread = show.lost is not None and (request.out is None or bool(trainer.result.updates))
+            return unread or asked_to_stop()
+
         with show.progress(settings, trainer.first_step) as on_update:
             result = trainer.train(
                 guard,
                 on_update=on_update,
-                should_stop=asked_to_stop,
-                save_to=out,
+                should_stop=should_stop,
+                stop_now=asked_to_stop,
+                save_to=request.out,
                 save_every=request.options["save_every"],
+                on_save_failed=show.save_failed,
             )
-        saved = out if result.updates else None
+        saved = None if result.saved is None else str(result.saved)
         learned = None if request.options["no_learn"] else _learn(result, guard, show)
-        return show.ending(plan, guard, result, saved, learned)
+        status = show.ending(plan, guard, result, saved, learned)
+    if show.lost is not None and not asked_to_stop():
+        raise show.lost
+    return status
 
 
 def _use_backend(backend: str) -> None:
@@ -321,24 +348,6 @@ def _use_backend(backend: str) -> None:
 
     if backend == "cpu" and mx.default_device() != mx.Device(mx.cpu):
         mx.set_default_device(mx.Device(mx.cpu))
-
-
-@contextmanager
-def _stop_signals() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and a polite kill end the run after the step that runs; the second one ends it at once."""
-    asked: list[int] = []
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    old = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 def _learn(result: TrainResult, guard: Guard, show: Show) -> str | None:

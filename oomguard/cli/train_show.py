@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import click
 
 from oomguard.cli.options import wants_colour
+from oomguard.errors import InputError
 from oomguard.units import format_seconds
 
 if TYPE_CHECKING:
@@ -24,13 +29,57 @@ DONE, MISSED, STOPPED = 0, 1, 130
 PIPE_LINES = 20
 
 
+class Outlet:
+    """A stream to people who may go away: what is written then is dropped, and ``lost`` says how it was noticed."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.lost: OSError | None = None
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._unless_lost(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._unless_lost(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _unless_lost(self, do: Callable[[], object]) -> None:
+        if self.lost is not None:
+            return
+        try:
+            do()
+        except OSError as error:
+            self.lost = error
+            self._drop_what_is_left()
+
+    def _drop_what_is_left(self) -> None:
+        """What is still buffered would fail again when the process ends; it goes nowhere instead."""
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
 class Show:
     """What a run prints: to stdout, or to stderr where stdout is for one JSON object."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
         self.notes: list[str] = []
-        self._print: Callable[[str], None] = lambda text: click.echo(text, err=as_json)
+        self._outlet = Outlet((sys.stderr if as_json else sys.stdout) or io.StringIO())
+        self._print: Callable[[str], None] = lambda text: click.echo(text, file=self._file)
+
+    @property
+    def lost(self) -> OSError | None:
+        """How it was noticed that nobody reads the output any more; None while somebody may."""
+        return self._outlet.lost
+
+    @property
+    def _file(self) -> TextIO:
+        return cast(TextIO, self._outlet)
 
     def nothing_fits(self, plan: Plan, model_option: str) -> int:
         if self.as_json:
@@ -66,15 +115,18 @@ class Show:
         self.notes.append(text)
         self._print(f"note: {text}")
 
+    def save_failed(self, error: InputError, instead: Path | None) -> None:
+        then = "the run goes on, and is saved later" if instead is None else f"saved as {instead} instead"
+        self.note(f"{error}; {then}")
+
     def notice(self, notice: Notice) -> None:
         self.note(notice.text)
 
     @contextmanager
     def progress(self, settings: RunSettings, first_step: int) -> Iterator[Callable[[Update], None]]:
         """Shows every update on a terminal, and about twenty lines elsewhere."""
-        stream = sys.stderr if self.as_json else sys.stdout
-        if stream.isatty():
-            with _bar(settings, first_step, self.as_json) as (on_update, print_above):
+        if self._outlet.isatty():
+            with _bar(settings, first_step, self._file) as (on_update, print_above):
                 plain, self._print = self._print, print_above
                 try:
                     yield on_update
@@ -111,7 +163,7 @@ class Show:
             value = train_json(plan, guard, result, saved=saved, learned=learned, notes=self.notes)
             click.echo(json.dumps(value, indent=2))
         else:
-            click.echo(final_line(guard, result))
+            self._print(final_line(guard, result))
         if result.stopped:
             return STOPPED
         return DONE if guard.within_budget else MISSED
@@ -131,13 +183,13 @@ class _TimeLeft:
 
 @contextmanager
 def _bar(
-    settings: RunSettings, first_step: int, to_stderr: bool
+    settings: RunSettings, first_step: int, file: TextIO
 ) -> Iterator[tuple[Callable[[Update], None], Callable[[str], None]]]:
     """A progress bar; yields what an update is told to, and what prints a line above the bar."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    console = Console(stderr=to_stderr, highlight=False)
+    console = Console(file=file, highlight=False)
     columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}"))
     last_val, left = "", _TimeLeft(settings.steps)
     with Progress(*columns, console=console) as progress:

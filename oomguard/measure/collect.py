@@ -19,7 +19,8 @@ from oomguard.errors import InputError, MeasureError
 from oomguard.measure import provenance
 from oomguard.measure.process import Outcome, run_child
 from oomguard.measure.task import Settings, Task
-from oomguard.rows import SCHEMA, Header, Row, append_row, is_printed, read_rows
+from oomguard.output_files import Output
+from oomguard.rows import ROW_FILE, SCHEMA, Header, Row, append_row, is_printed, read_begun
 
 STANDARD = Settings()
 
@@ -175,6 +176,7 @@ def sweep(
     path = Path(path)
     for task in tasks:
         check_task(task)
+    Output(path, ROW_FILE).check_place()
     with _locked(path):
         header, finished = _what_is_there(path, command, note, any_origin)
         wanted = list(dict.fromkeys(task.key for task in tasks))
@@ -240,13 +242,14 @@ def _what_is_there(
         command=command,
         note=note,
     )
-    if not _has_a_whole_line(path):
+    begun = read_begun(path)
+    if begun is None:
         return new, {}
     if is_printed(path):
         raise InputError(
             f"{path} is what measure --json printed, and a row file takes rows line by line; name another with --out"
         )
-    header, rows = read_rows(path)
+    header, rows = begun
     if any_origin:
         same = (row for row in rows if (row.mlx, row.machine) == (new.mlx, new.machine))
         return header, {row.key: row for row in same}
@@ -258,16 +261,10 @@ def _what_is_there(
     return header, {row.key: row for row in rows}
 
 
-def _has_a_whole_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        return any(line.endswith(b"\n") for line in file)
-
-
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds the row file for this process alone; the system lets go of it when the process ends."""
-    if path.exists() and not path.is_file():
-        raise InputError(f"cannot write row file {path}: not a file")
+    is_new = not path.exists()
     try:
         file = path.open("ab")
     except OSError as error:
@@ -282,7 +279,7 @@ def _locked(path: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if os.fstat(file.fileno()).st_size == 0:
+            if is_new and os.fstat(file.fileno()).st_size == 0:
                 path.unlink(missing_ok=True)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oomguard.output_files import Format, marked
 from oomguard.report.trace_holders import NO_MODULE, pattern, say_form, say_what
 from oomguard.report.trace_report import LabelledTrace, TraceReport
 from oomguard.report.trace_text import say_fit, say_machine, say_order, trace_text, ways_out
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 THE_REST = "the rest"
 SLIVER = 0.003  # of the peak: a category that never holds more is part of the rest
+
+PAGE_FILE = Format("cannot write page", marked('<meta name="generator" content="oomguard trace">', "page"))
 
 _FOLDER = Path(__file__).parent
 

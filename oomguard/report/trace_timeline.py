@@ -10,12 +10,15 @@ from collections.abc import Callable, Hashable, Iterator
 from itertools import groupby
 from typing import Any
 
+from oomguard.output_files import Format, marked
 from oomguard.report.trace_report import LabelledTrace, TraceReport
 from oomguard.trace.result import CATEGORIES, Moment, TraceResult
 from oomguard.units import format_bytes
 
 Event = dict[str, Any]
 
+SCHEMA = "oomguard.timeline/1"
+TIMELINE_FILE = Format("cannot write timeline", marked(f'"schema": "{SCHEMA}"', "timeline"))
 THREADS = {1: "phase", 2: "block", 3: "primitive"}
 
 
@@ -31,13 +34,14 @@ def timeline_json(report: TraceReport) -> dict[str, Any]:
         metadata += _names(pid, report, run)
         events += _run_events(pid, run, report.budget_bytes)
     return {
-        "traceEvents": [*metadata, *sorted(events, key=lambda event: event["ts"])],
-        "displayTimeUnit": "ns",
-        "otherData": {
+        "otherData": {  # first, so that the file is known by its beginning
+            "schema": SCHEMA,
             "title": report.title,
             "settings": report.settings,
             "time": "the order of evaluation, one microsecond a primitive",
         },
+        "displayTimeUnit": "ns",
+        "traceEvents": [*metadata, *sorted(events, key=lambda event: event["ts"])],
     }
 
 

@@ -422,15 +422,20 @@ class _Capturing:
             numbers.append(graph.array(shape, dtype, leaf.kind, name=leaf.name))
         state = dict(zip(keys_of(drawing.found), numbers, strict=True))
         kept = drawing.kept()
+        given: dict[int, int] = {}
         for position, argument in enumerate(self.arguments):
             kind: Kind = "state" if position in self.consumed else "batch"
-            for _ in leaves(argument):
+            for array in leaves(argument):
                 shape, dtype = exported.shapes[next(described)]
                 numbers.append(graph.array(shape, dtype, kind, name=self._argument_name(position)))
+                given[id(array)] = numbers[-1]
                 held += [] if position in self.consumed else numbers[-1:]
         for each in drawing.fixed:
             if each.twin in kept:
                 numbers.append(state[each.twin])
+                continue
+            if id(each.array) in given:  # the step reaches what it is called with
+                numbers.append(given[id(each.array)])
                 continue
             shape, dtype = tuple(each.array.shape), dtype_name(each.array.dtype)
             numbers.append(graph.array(shape, dtype, "state", name="closure"))
