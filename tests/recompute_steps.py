@@ -1,6 +1,6 @@
 """Steps that recompute by themselves, and steps that call compiled functions without being one.
 
-Each builder returns a ``Built``. Run as ``python recompute_steps.py BUILDER`` it prints what MLX measures, step by step.
+Each builder returns a ``Built``. ``python recompute_steps.py BUILDER`` prints what MLX measures, step by step.
 """
 
 from __future__ import annotations

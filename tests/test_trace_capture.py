@@ -222,13 +222,15 @@ def test_state_is_found_in_the_closure_where_none_is_given() -> None:
     assert primitives(found.graph) == primitives(exact(step, tokens(), state=[model, optimizer]).graph)
 
 
-def test_step_that_calls_a_compiled_step_counts_as_compiled_with_a_warning() -> None:
+def test_step_that_calls_a_compiled_step_has_it_as_a_region() -> None:
     model, optimizer = Net(), optim.SGD(0.1)
     state = [model.state, optimizer.state]
     compiled = mx.compile(training(model, optimizer), inputs=state, outputs=state)
     captured = exact(lambda batch: compiled(batch), tokens(), state=state)
-    assert captured.compiled
-    assert any("mx.compile" in warning for warning in captured.warnings)
+    assert not captured.compiled
+    assert captured.warnings == []
+    (region,) = [r for r in captured.graph.regions if r.kind == "compile"]
+    assert set(captured.graph.outputs) <= set(region.outputs)
 
 
 def test_step_may_be_a_partial_or_a_bound_method() -> None:
@@ -364,16 +366,20 @@ def checkpointed_before(model: Net) -> Step:
 
 
 @pytest.mark.parametrize("style", [checkpointed_inside, checkpointed_before])
-def test_checkpointed_calls_are_found_and_run_plainly(style: Callable[[Net], Step]) -> None:
+def test_checkpointed_calls_are_found_and_drawn_as_they_are(style: Callable[[Net], Step]) -> None:
     model, optimizer = Net(), optim.SGD(0.1)
     step = training(model, optimizer, style(model))
     captured = exact(step, tokens(), state=[model, optimizer])
-    assert [r.kind for r in captured.graph.regions].count("checkpoint") == 3
-    assert "CustomTransforms" not in primitives(captured.graph)
-    region = next(r for r in captured.graph.regions if r.kind == "checkpoint")
-    # Six parameters of the block, and its input.
-    assert len(region.inputs) == 7
-    assert None not in region.gradients
+    assert captured.graph.recomputes
+    assert "checkpoint" not in {r.kind for r in captured.graph.regions}
+    calls = [node for node in captured.graph.nodes if node.primitive == "CustomTransforms"]
+    # Six parameters of the block, its input, and its result.
+    assert [len(node.inputs) for node in calls] == [8, 8, 8]
+    again = [node for node in captured.graph.nodes if node.primitive == "Depends"]
+    assert [(node.phase, len(node.outputs)) for node in again] == [("recompute", 7)] * 3
+    plain = exact(step, tokens(), state=[model, optimizer], plain=True).graph
+    assert not plain.recomputes
+    assert "CustomTransforms" not in primitives(plain)
 
 
 def test_custom_function_with_its_own_vjp_is_warned_about() -> None:

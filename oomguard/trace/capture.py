@@ -259,6 +259,11 @@ class _Capturing:
         before = self._snapshot()
         exported = Exported()
         plain = self._draw(found, fixed, wrapped, self.recompute, exported)
+        if plain.tags.recomputed and "block" in self.marked:
+            # Marked blocks are for policies, and those for steps without recompute; here they group gradients.
+            self.marked -= {"block"}
+            before.restore()
+            return self._capture(wrapped)
         replaced = plain.replaced()
         self.elsewhere.changing |= replaced
         self.mistaken = bool(replaced)
@@ -363,6 +368,8 @@ class _Capturing:
             mx.zeros(leaf.array.shape, leaf.array.dtype) if key in twins else leaf.array
             for key, leaf in keys_of(found).items()
         ]
+        reached = {id(each.array) for each in fixed}
+        given = [mx.zeros(a.shape, a.dtype) if id(a) in reached else a for a in given]
         try:
             mx.export_function(callback, function, *examples, *given)
         except (_SeenEnough, TraceError):
