@@ -105,8 +105,8 @@ def test_sequenced_is_a_memory_limit_of_nothing(capsys: pytest.CaptureFixture[st
 
 def test_status_is_1_only_over_the_budget(capsys: pytest.CaptureFixture[str]) -> None:
     peak = traced().most_bytes
-    assert run(capsys, *TINY, "--budget", str(peak))[0] == 0
-    status, out, err = run(capsys, *TINY, "--budget", str(peak - 1))
+    assert run(capsys, *TINY, "--budget", f"{peak}B")[0] == 0
+    status, out, err = run(capsys, *TINY, "--budget", f"{peak - 1}B")
     assert (status, err) == (1, "")
     assert "1 B over the budget" in out
 

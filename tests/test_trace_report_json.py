@@ -17,7 +17,7 @@ from oomguard.units import MIB
 
 FIELDS = {
     "schema", "title", "settings", "mlx", "memory_limit_bytes", "budget_bytes", "fits", "checkpoint",
-    "backend", "compiled", "peak_bytes", "low_bytes", "high_bytes", "first_peak_bytes",
+    "backend", "compiled", "compiled_calls", "peak_bytes", "low_bytes", "high_bytes", "first_peak_bytes",
     "sequenced_peak_bytes", "graph_peak_bytes", "in_flight_bytes", "state_bytes", "largest_buffer_bytes",
     "moment", "breakdown", "holders", "primitives", "unknown", "warnings", "compared", "machine",
     "policies", "cheapest", "better_order", "largest_allowed_bytes", "buffer_fits",

@@ -132,7 +132,7 @@ def _run(run: LabelledTrace, names: list[str]) -> dict[str, Any]:
         "label": run.label,
         "about": run.about,
         "backend": result.backend,
-        "compiled": result.compiled,
+        "mode": result.mode,
         "peak": result.peak_bytes,
         "at": result.moment.index,
         "first": result.first_peak_bytes,

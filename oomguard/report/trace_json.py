@@ -58,6 +58,7 @@ def _run(run: LabelledTrace) -> dict[str, Any]:
         "checkpoint": run.label,
         "backend": result.backend,
         "compiled": result.compiled,
+        "compiled_calls": result.compiled_calls,
         "peak_bytes": result.peak_bytes,
         "low_bytes": result.low_bytes,
         "high_bytes": result.high_bytes,

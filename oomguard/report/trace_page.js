@@ -652,7 +652,7 @@ function main() {
   byId("title").textContent = DATA.title;
   const first = runs[0];
   const limit = DATA.limit === null ? "" : `, memory limit ${bytes(DATA.limit)}`;
-  const simulated = `simulated on ${DATA.machine}${DATA.mlx ? ` with MLX ${DATA.mlx}` : ""}, ${first.compiled ? "compiled" : "eager"}${limit}`;
+  const simulated = `simulated on ${DATA.machine}${DATA.mlx ? ` with MLX ${DATA.mlx}` : ""}, ${first.mode}${limit}`;
   byId("settings").textContent = [DATA.settings, simulated].filter(Boolean).join(" — ");
   byId("verdict").textContent = DATA.verdict;
   byId("verdict").className = DATA.fits === null ? "" : DATA.fits ? "under" : "over";

@@ -68,7 +68,7 @@ def say_machine(report: TraceReport) -> str:
 
 def _head(report: TraceReport, ink: Ink) -> Iterator[str]:
     result = report.asked.result
-    facts = [f"{result.primitives:,} primitives", "compiled" if result.compiled else "eager"]
+    facts = [f"{result.primitives:,} primitives", result.mode]
     where = say_machine(report)
     facts.append(f"{where}, MLX {report.mlx}" if report.mlx else where)
     if report.memory_limit_bytes is not None:

@@ -257,6 +257,7 @@ def _simulated(
         primitives=len(moments),
         backend=program.device.name,
         compiled=compiled,
+        compiled_calls=0 if compiled else sum(r.kind == "compile" for r in program.graph.regions),
         memory_limit_bytes=limit,
         waited_at_limit=waited,
         largest_allowed_bytes=allowed,

@@ -331,7 +331,8 @@ def _rewrite(graph: Graph, calls: Sequence[_Call], *, bare: bool) -> None:
             given = arguments
             if not bare:
                 given = _hand_on(graph, "Depends", arguments, [*arguments, *results], call, "recompute")
-            _recompute_call(graph, call, arguments, given, inside, backward)
+            again = _made_again(graph, inside, readers, own)
+            _recompute_call(graph, call, arguments, given, inside, backward, again)
     _follow(graph, handed_on, calls, [inside for inside, _ in found])
     graph.remove_dead()
     blocks = sorted({call.block for call in calls if call.block >= 0})
@@ -345,9 +346,13 @@ def _recompute_call(
     given: list[int],
     inside: list[Node],
     backward: list[Node],
+    again: dict[int, int],
 ) -> None:
-    """Gives a call's backward a second forward to read, and the arguments as that second forward has them."""
-    again = {}
+    """Gives a call's backward a second forward to read, and the arguments as that second forward has them.
+
+    Args:
+        again: constants that the second forward makes again, and what it has in their place.
+    """
     for argument, i in zip(arguments, given, strict=True):
         again[argument] = _hand_on(graph, "Copy", [i], [i], call, "recompute")[0]
     needed = {i for node in backward for i in node.inputs}
@@ -360,6 +365,18 @@ def _recompute_call(
     graph.nodes.extend(copies)
     for node in backward:
         node.inputs = [mapping.get(i, i) for i in node.inputs]
+
+
+def _made_again(
+    graph: Graph, inside: list[Node], readers: list[list[tuple[Node, int]]], own: set[int]
+) -> dict[int, int]:
+    """The scalars of a call that nothing but it and its backward reads, each with another one like it."""
+    found = {}
+    for i in dict.fromkeys(i for node in inside for i in node.inputs):
+        array = graph.arrays[i]
+        if (array.kind, array.shape) == ("constant", ()) and all(id(node) in own for node, _ in readers[i]):
+            found[i] = graph.constant(array.value, array.shape, array.dtype)
+    return found
 
 
 def _hand_on(

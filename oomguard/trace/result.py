@@ -129,6 +129,8 @@ class TraceResult:
         order: an order of evaluation that holds clearly less; None where none is known.
         warnings: what could make the numbers wrong.
         backend, compiled: what was simulated.
+        compiled_calls: calls of compiled functions in a step that is not compiled itself; each is compiled alone.
+        compiled_calls: calls of compiled functions in a step that is not compiled itself; each is compiled alone.
         memory_limit_bytes: as given, else MLX's own on the device; None where that is not known, and none simulated.
         waited_at_limit: whether the evaluator waited because more was active than the limit.
         largest_allowed_bytes: the largest buffer the device hands out; None for no bound, or where none is known.
@@ -152,9 +154,17 @@ class TraceResult:
     memory_limit_bytes: int | None = None
     waited_at_limit: bool = False
     largest_allowed_bytes: int | None = None
+    compiled_calls: int = 0
     order: OrderPeak | None = None
     unknown: dict[str, int] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+
+    @property
+    def mode(self) -> str:
+        """``compiled``, ``eager``, or how many calls of an eager step are compiled, in words."""
+        if self.compiled or not self.compiled_calls:
+            return "compiled" if self.compiled else "eager"
+        return f"eager, {self.compiled_calls} compiled {'call' if self.compiled_calls == 1 else 'calls'}"
 
     @property
     def most_bytes(self) -> int:
