@@ -93,7 +93,7 @@ def test_a_step_of_ones_own_is_told_what_fits(capsys: pytest.CaptureFixture[str]
     plain = run_json(capsys, "trace", target, "--policies")
     least = min(p["peak_bytes"] for p in plain["policies"])
     assert least < plain["peak_bytes"]
-    status, out, _ = run(capsys, "trace", target, "--budget", str(plain["peak_bytes"] - 1), "--json")
+    status, out, _ = run(capsys, "trace", target, "--budget", f"{plain['peak_bytes'] - 1}B", "--json")
     assert status == 1
     assert json.loads(out)["cheapest"] in {f"blocks={n}" for n in range(1, 4)} | {"every"}
 
