@@ -40,6 +40,13 @@ def compile_regions(graph: Graph, fusion: Fusion) -> None:
         _compile_region(graph, region, fusion)
 
 
+def kept_constants(graph: Graph) -> set[int]:
+    """The constants that a compiled function keeps from call to call: those it reads once equal ones are merged."""
+    arrays = graph.arrays
+    read = (i for node in graph.nodes for i in node.inputs)
+    return {i for i in (*read, *graph.function_outputs) if arrays[i].kind == "constant"}
+
+
 def _compile_region(graph: Graph, region: Region, fusion: Fusion) -> None:
     """Compiles one region as a graph of its own, whose inputs nothing makes."""
     arrays = graph.arrays
@@ -58,9 +65,8 @@ def _compile_region(graph: Graph, region: Region, fusion: Fusion) -> None:
     graph.nodes = [node for node in graph.nodes if id(node) not in own] + part.nodes
     graph.replace_all({i: moved[i] for i in region.outputs if i in moved})
     graph.sort()
-    constants = {i for node in part.nodes for i in node.inputs if arrays[i].kind == "constant"}
     for evaluation in graph.evaluations:
-        evaluation.held.update(constants)  # a compiled function keeps them from call to call
+        evaluation.held.update(kept_constants(part))
 
 
 def _inside(graph: Graph, region: Region) -> tuple[set[int], list[Node]]:

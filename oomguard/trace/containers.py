@@ -130,6 +130,8 @@ def check_state(state: Iterable[Any]) -> list[str]:
     warnings = []
     for number, item in enumerate(state):
         if is_a(item, mx.array, optim.Optimizer) or item is mx.random.state or is_container(item):
+            if _holds_itself(item, set()):
+                raise TraceError(f"state[{number}] is a {type(item).__name__} that holds itself; pass what is in it")
             continue
         if is_a(item, *_CONSTANTS):
             warnings.append(f"state[{number}] is {item!r}, which is no array: nothing is counted for it")
@@ -139,6 +141,16 @@ def check_state(state: Iterable[Any]) -> list[str]:
             "or the module, optimizer, dictionary, list or object that holds them"
         )
     return warnings
+
+
+def _holds_itself(tree: Any, around: set[int]) -> bool:
+    """Whether a list, tuple or dictionary is somewhere inside itself, so that nobody could walk it to an end."""
+    if not is_a(tree, dict, list, tuple) or tree is mx.random.state:
+        return False
+    if id(tree) in around:
+        return True
+    inside = {*around, id(tree)}
+    return any(_holds_itself(value, inside) for _, _, value in entries(tree))
 
 
 def state_leaves(state: list[Any]) -> list[Leaf]:

@@ -15,7 +15,7 @@ from oomguard.repeated import Repeated
 from oomguard.trace.backends import Machine, capturing, simulated
 from oomguard.trace.capture import Capture, Evaluate, capture, returned_then_state
 from oomguard.trace.collector import collector_paused
-from oomguard.trace.compiled import compile_regions
+from oomguard.trace.compiled import compile_regions, kept_constants
 from oomguard.trace.containers import leaves, state_tree
 from oomguard.trace.fuse import compile_graph
 from oomguard.trace.graph import Graph, Node
@@ -295,8 +295,7 @@ def prepare(
     """
     if compiled:
         compile_graph(graph, device.fusion)
-        # The compiled function keeps its constants from call to call.
-        graph.evaluations[0].held.update(a.id for a in graph.arrays if a.kind == "constant")
+        graph.evaluations[0].held.update(kept_constants(graph))
     else:
         compile_regions(graph, device.fusion)
     _name_new_state(graph)

@@ -209,8 +209,8 @@ class Tags:
             stack.enter_context(_everywhere(mx.contiguous, self._contiguous))
             stack.enter_context(_attribute(mx, "gather_mm", self._gather_mm(mx.gather_mm)))
             stack.enter_context(_everywhere(mx.checkpoint, self._checkpoint))
-            for function in wrapped:
-                stack.enter_context(_everywhere(function, self._checkpoint(gc.get_referents(function)[1])))
+            made_before = {id(f): (f, self._checkpoint(gc.get_referents(f)[1])) for f in wrapped}
+            stack.enter_context(_replaced(made_before))
             stack.enter_context(_everywhere(mx.custom_function, self._custom_function))
             yield
 
