@@ -131,7 +131,9 @@ def check_state(state: Iterable[Any]) -> list[str]:
     for number, item in enumerate(state):
         if is_a(item, mx.array, optim.Optimizer) or item is mx.random.state or is_container(item):
             if _holds_itself(item, set()):
-                raise TraceError(f"state[{number}] is a {type(item).__name__} that holds itself; pass what is in it")
+                raise TraceError(
+                    f"state[{number}] is a {type(item).__name__} that holds itself; pass what is in it"
+                )
             continue
         if is_a(item, *_CONSTANTS):
             warnings.append(f"state[{number}] is {item!r}, which is no array: nothing is counted for it")
