@@ -462,3 +462,20 @@ def test_array_of_the_state_used_behind_its_back_is_refused() -> None:
 
     with pytest.raises(TraceError, match=r"state=\[\.\.\.\]"):
         exact(step, mx.zeros((4,)), state=[model])
+
+
+def test_blocks_are_those_of_the_model_that_is_trained_and_not_of_a_deeper_frozen_one() -> None:
+    student, teacher = Net(), nn.Sequential(*[nn.Linear(8, 8) for _ in range(9)])
+    teacher.freeze()
+    optimizer = optim.SGD(0.1)
+
+    def step(batch: mx.array) -> mx.array:
+        target = teacher(student.embed(batch)).sum()
+        loss, grads = nn.value_and_grad(student, lambda m, b: (m(b).sum() - target) ** 2)(student, batch)
+        optimizer.update(student, grads)
+        return loss
+
+    graph = capture(step, (tokens(),), state=[student, optimizer, teacher]).graph
+    blocks = [region for region in graph.regions if region.kind == "block"]
+    assert [block.name for block in blocks] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert all(None not in block.gradients for block in blocks)

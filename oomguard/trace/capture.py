@@ -734,13 +734,21 @@ def _modules(items: list[Any]) -> dict[str, nn.Module]:
 
 
 def _paths(modules: dict[str, nn.Module]) -> tuple[dict[int, str], dict[int, int]]:
-    """Path and block index by ``id``. Blocks are the modules of the longest list in the tree."""
+    """Path and block index by ``id``. Blocks are the modules of the longest list of which some are trained.
+
+    Where none is, as in an evaluation, of the longest list of all: a frozen teacher may be deeper than its student.
+    """
     lists: dict[str, list[tuple[int, nn.Module]]] = {}
     for path, module in modules.items():
         parent, _, last = path.rpartition(".")
         if last.isdigit():
             lists.setdefault(parent, []).append((int(last), module))
-    longest = max(lists.values(), key=len, default=[])
+
+    def rank(listed: list[tuple[int, nn.Module]]) -> tuple[bool, int]:
+        trained = any(next(leaves(module.trainable_parameters()), None) is not None for _, module in listed)
+        return trained, len(listed)
+
+    longest = max(lists.values(), key=rank, default=[])
     return {id(m): path for path, m in modules.items()}, {id(m): i for i, m in longest}
 
 
