@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,6 +18,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from oomguard.measure.blas import child_environment, find_openblas
 
 STEPS = 8
 WIDTH = 512
@@ -401,6 +405,18 @@ def measure(built: Built) -> list[int]:
         mx.synchronize()
         peaks.append(mx.get_peak_memory())
     return peaks
+
+
+def measured_by(module: types.ModuleType, *names: str) -> dict[str, list[int]]:
+    """``measure`` of builders of a module such as this one, each in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, str(module.__file__), *names],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=child_environment(os.environ, find_openblas()),
+    )
+    return dict(json.loads(line) for line in done.stdout.splitlines())
 
 
 def main(builders: dict[str, Any]) -> None:

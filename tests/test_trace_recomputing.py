@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import gc
-import json
-import os
 import statistics
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -18,9 +13,8 @@ import pytest
 import recompute_steps
 from drawn_lines import lines_of, real_lines
 from recompute_steps import COMPILED_IN_PART, RECOMPUTING
-from state_steps import Built
+from state_steps import Built, measured_by
 
-from oomguard.measure.blas import child_environment, find_openblas
 from oomguard.trace.capture import Capture, capture
 from oomguard.trace.engine import capture_for, prepare, trace
 from oomguard.trace.lower import for_cpu
@@ -123,15 +117,7 @@ def distance(name: str, measured: float) -> float:
 
 
 def measured(*names: str) -> dict[str, list[int]]:
-    script = Path(recompute_steps.__file__)
-    done = subprocess.run(
-        [sys.executable, str(script), *names],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=child_environment(os.environ, find_openblas()),
-    )
-    return dict(json.loads(line) for line in done.stdout.splitlines())
+    return measured_by(recompute_steps, *names)
 
 
 # -- as MLX builds it ----------------------------------------------------------------------------------------

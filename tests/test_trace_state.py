@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -20,10 +19,10 @@ import mlx.optimizers as optim
 import pytest
 import state_steps
 from mlx.utils import tree_flatten
+from state_steps import measured_by
 
 from oomguard.config import NO_CHECKPOINT
 from oomguard.errors import TraceError
-from oomguard.measure.blas import child_environment, find_openblas
 from oomguard.trace.capture import capture
 from oomguard.trace.engine import trace
 from oomguard.trace.policies import Policies
@@ -78,15 +77,7 @@ def traced(name: str, **settings: Any) -> TraceResult:
 
 
 def measured(*names: str) -> dict[str, list[int]]:
-    script = Path(state_steps.__file__)
-    done = subprocess.run(
-        [sys.executable, str(script), *names],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=child_environment(os.environ, find_openblas()),
-    )
-    return dict(json.loads(line) for line in done.stdout.splitlines())
+    return measured_by(state_steps, *names)
 
 
 # -- as MLX measures it ------------------------------------------------------------------------------------
