@@ -304,6 +304,72 @@ def gradient_alone() -> Built:
     return Built(gradient, arguments, [], lambda gradients: gradients)
 
 
+# -- custom functions with a VJP of their own -------------------------------------------------------------------------
+
+
+@mx.custom_function
+def straight_through(x: mx.array) -> mx.array:
+    """Rounds; its gradient is that of the identity, where ``x`` is in range."""
+    return mx.round(x * 8) / 8
+
+
+@straight_through.vjp
+def straight_through_vjp(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+    return cotangent * (mx.abs(x) < 1)
+
+
+@mx.custom_function
+def scaled_exp(x: mx.array, y: mx.array) -> mx.array:
+    return mx.exp(x) * y
+
+
+@scaled_exp.vjp
+def scaled_exp_vjp(
+    primals: tuple[mx.array, mx.array], cotangent: mx.array, output: mx.array
+) -> tuple[mx.array, mx.array]:
+    return cotangent * output, cotangent * mx.exp(primals[0])
+
+
+def _identity_gradient(x: mx.array) -> mx.array:
+    function: Any = mx.custom_function(lambda x: mx.round(x * 8) / 8)
+    function.vjp(lambda x, cotangent, output: cotangent)
+    rounded: mx.array = function(x)
+    return rounded
+
+
+def _rounded_inside(layer: nn.Module, x: mx.array) -> mx.array:
+    def inner(parameters: Any, x: mx.array) -> mx.array:
+        layer.update(parameters)
+        return straight_through(layer(x))
+
+    recomputed: mx.array = mx.checkpoint(inner)(layer.trainable_parameters(), x)
+    return recomputed
+
+
+def custom(run: Function, *, compiled: bool = False) -> Built:
+    """A stack of linear layers, each followed by a custom function as ``run(layer, x)`` says."""
+    model = nn.Module()
+    model.layers = [nn.Linear(256, 256) for _ in range(4)]
+
+    def loss(model: nn.Module, x: mx.array) -> mx.array:
+        for layer in model.layers:
+            x = run(layer, x)
+        return x.square().mean()
+
+    return training(model, loss, (mx.random.normal((512, 256)),), compiled=compiled)
+
+
+own_vjp = partial(custom, lambda layer, x: straight_through(layer(x)))
+own_vjp_compiled = partial(custom, lambda layer, x: straight_through(layer(x)), compiled=True)
+own_vjp_of_two_arrays = partial(custom, lambda layer, x: scaled_exp(0.1 * layer(x), x))
+own_vjp_of_two_arrays_compiled = partial(
+    custom, lambda layer, x: scaled_exp(0.1 * layer(x), x), compiled=True
+)
+own_vjp_hands_on = partial(custom, lambda layer, x: _identity_gradient(layer(x)))
+own_vjp_in_a_checkpoint = partial(custom, _rounded_inside)
+own_vjp_in_a_checkpoint_compiled = partial(custom, _rounded_inside, compiled=True)
+
+
 # -- nn.utils.checkpoint around an MLP block, step not compiled ---------------------------------------------------
 
 
@@ -468,6 +534,13 @@ RECOMPUTING = [
     "mlp_with_norm",
     "mlp_adam",
     "mlp_compiled",
+    "own_vjp",
+    "own_vjp_compiled",
+    "own_vjp_of_two_arrays",
+    "own_vjp_of_two_arrays_compiled",
+    "own_vjp_hands_on",
+    "own_vjp_in_a_checkpoint",
+    "own_vjp_in_a_checkpoint_compiled",
 ]
 COMPILED_IN_PART = [
     "activation_alone",

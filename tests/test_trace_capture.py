@@ -382,7 +382,7 @@ def test_checkpointed_calls_are_found_and_drawn_as_they_are(style: Callable[[Net
     assert "CustomTransforms" not in primitives(plain)
 
 
-def test_custom_function_with_its_own_vjp_is_warned_about() -> None:
+def test_custom_function_with_its_own_vjp_is_traced_as_it_is() -> None:
     def step(x: mx.array) -> Any:
         def double_it(y: mx.array) -> mx.array:
             return y * 2
@@ -396,7 +396,29 @@ def test_custom_function_with_its_own_vjp_is_warned_about() -> None:
         return mx.grad(lambda y: double(y).sum())(x)
 
     captured = exact(step, mx.zeros((4,)), state=[])
-    assert any("double_it" in warning and "VJP" in warning for warning in captured.warnings)
+    assert captured.warnings == []
+    assert (
+        primitives(captured.graph)["CustomTransforms"] == 0
+    )  # only its gradient is asked for, which reads no result
+    plain = exact(step, mx.zeros((4,)), state=[], plain=True)
+    assert any("double_it" in warning and "VJP" in warning for warning in plain.warnings)
+
+
+def test_function_that_is_another_one_when_it_is_run_again_is_counted_by_rule_and_warned_about() -> None:
+    calls = 0
+
+    def step(x: mx.array) -> Any:
+        def moody(y: mx.array) -> mx.array:
+            nonlocal calls
+            calls += 1
+            return mx.exp(y) if calls % 2 else mx.sin(y)
+
+        return mx.value_and_grad(lambda y: mx.checkpoint(moody)(y).sum())(x)
+
+    captured = exact(step, mx.zeros((4,)), state=[])
+    (warning,) = captured.warnings
+    assert "counted by rule" in warning
+    assert captured.graph.recomputes
 
 
 # -- what cannot be captured -------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ from oomguard.trace.reach import compiled_parts, reach
 from oomguard.trace.recomputing import PlainArrays, Recomputing, Unlike, lead_along
 from oomguard.trace.tags import (
     EVERY_REGION,
+    OWN_VJP,
     RECOMPUTING,
     Call,
     Recompute,
@@ -267,23 +268,25 @@ class _Capturing:
         replaced = plain.replaced()
         self.elsewhere.changing |= replaced
         self.mistaken = bool(replaced)
-        ends = [*plain.roots, *plain.recomputed()]
+        ends = [*plain.roots, *plain.recomputed(), *plain.given_by_vjps()]
         match = lead(plain.drawn, exported, dict(zip(ends, exported.outputs, strict=True)))
         graph, numbers, batch = self._start(plain, exported)
         built = build(plain.drawn, ExportedArrays(exported, match), plain.given(numbers), graph)
         _refuse_custom_kernels(graph)
         recomputing: Recomputing | None = None
         warnings = self.warnings + _own_vjps(plain.tags)
-        if plain.tags.recomputed:
+        if plain.tags.recomputed and self.recompute == "marked":
             before.restore()
             real = self._draw(found, fixed, wrapped, "real")
             try:
                 recomputing = self._recomputing(real, plain, exported, built)
             except Unlike as unlike:
-                if not plain.tags.own_vjps:
-                    warnings.append(
-                        f"the step's recomputes are counted by rule, not as MLX draws them ({unlike})"
-                    )
+                self.warnings.append(
+                    f"the step's recomputes are counted by rule, not as MLX draws them ({unlike})"
+                )
+                self.recompute = "by rule"
+                before.restore()
+                return self._capture(wrapped)
         state = self._finish(plain, built, numbers, batch)
         watched = plain.numbered(built)
         label(graph, plain.tags.calls, watched, [built.ids[name] for name in plain.role("returned")])
@@ -300,7 +303,8 @@ class _Capturing:
         """
         graph, numbers, batch = self._start(real, exported)
         given = real.given(numbers)
-        ends = [(a, built.ids[b]) for a, b in _pairs(real, plain) if b in built.needed]
+        ends = _cotangents(real, plain, built)  # first: a VJP may hand on what arrives at it
+        ends += [(a, built.ids[b]) for a, b in _pairs(real, plain) if b in built.needed]
         match = lead_along(real.drawn, built.graph, given, ends, _next_key(plain, built))
         again = build(real.drawn, PlainArrays(built.graph, match), given, graph)
         recomputing = Recomputing(again, built.graph, match)
@@ -344,8 +348,9 @@ class _Capturing:
             mx.export_to_dot(drawing, *tracers, *tags.constants, *tags.places, *ends, *looked_for)
             if exported is None:
                 raise _SeenEnough
-            recomputed = [tags.watched[site.watched] for call in tags.recomputed for site in call.sites]
-            return [*left.roots, *recomputed]
+            sites = [site for call in tags.recomputed for site in call.sites]
+            sites += [site for call in tags.vjps for site in call.leaving]
+            return [*left.roots, *(tags.watched[site.watched] for site in sites)]
 
         with suppress(_SeenEnough):
             self._export(exported or (lambda _: None), traced, found, fixed)
@@ -582,6 +587,14 @@ class _Drawing:
             calls = [numbered[call.number] for call in as_in.recomputed if call.number in numbered]
         return [watched[site.watched] for call in calls for site in call.sites]
 
+    def given_by_vjps(self, as_in: Tags | None = None) -> list[str]:
+        """Drawn names of what VJPs of the user's give; ``as_in`` as for ``recomputed``."""
+        watched, calls = self.watched, self.tags.vjps
+        if as_in is not None:
+            numbered = {call.number: call for call in calls if not call.again}
+            calls = [numbered[call.number] for call in as_in.vjps if call.number in numbered]
+        return [watched[site.watched] for call in calls for site in call.leaving]
+
     def role(self, name: str) -> list[str]:
         """Drawn names of what was ``returned``, ``evaluated``, ``held``, or is of the ``function``."""
         roots = self.roots
@@ -608,13 +621,28 @@ def _pairs(real: _Drawing, plain: _Drawing) -> list[tuple[str, str]]:
     Raises:
         Unlike: the step gave something else when it was called again.
     """
-    found: list[tuple[str, str]] = []
+    # First what VJPs give: in the plain step a gradient of something else stands in its place.
+    found = _zipped(real.given_by_vjps(), plain.given_by_vjps(as_in=real.tags))
     for role in ("returned", "evaluated", "held", "function"):
         found += _zipped(real.role(role), plain.role(role))
     roots = real.roots, plain.roots
     both = real.left.state.keys() & plain.left.state.keys()
     found += [(roots[0][real.left.state[key]], roots[1][plain.left.state[key]]) for key in both]
     return found + _zipped(real.recomputed(), plain.recomputed(as_in=real.tags))
+
+
+def _cotangents(real: _Drawing, plain: _Drawing, built: Built) -> list[tuple[str, int]]:
+    """What arrives at a VJP of the user's, and the cotangent that arrives at the same call in the plain step."""
+    watched = real.watched
+    marks = {
+        call.number: [site.mark for site in call.leaving] for call in plain.tags.recomputed if not call.again
+    }
+    return [
+        (watched[site.watched], built.cotangents[mark])
+        for call in real.tags.vjps
+        for site, mark in zip(call.entering, marks.get(call.number, ()), strict=False)
+        if mark in built.cotangents
+    ]
 
 
 def _zipped(one: list[str], other: list[str]) -> list[tuple[str, str]]:
@@ -683,7 +711,7 @@ def _regions(calls: list[Call], watched: dict[int, int], cotangents: dict[int, i
         region = Region(call.kind, call.name, [], [], call.block, call.arguments)
         region.inputs, region.gradients = ends(call.entering)
         region.outputs, region.cotangents = ends(call.leaving)
-        if region.outputs and call.kind not in ("module", "gradients", "transform"):
+        if region.outputs and call.kind not in ("module", "gradients", "transform", OWN_VJP):
             found.append(region)
     return found
 

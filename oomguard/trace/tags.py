@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -50,13 +51,17 @@ _REDUCTIONS: dict[str, Callable[[mx.array], mx.array]] = {"none": lambda a: a, "
 RECOMPUTING = ("checkpoint", "custom_function")
 """Kinds of regions that a step recomputes by itself."""
 
+OWN_VJP = "own_vjp"
+"""Kind of the calls of VJPs that a user gives a custom function."""
+
 ALWAYS_MARKED = frozenset({*RECOMPUTING, SORTED_GATHER})
 
 TRANSFORMS = ("compile", "grad", "value_and_grad", "vmap")
 """Functions of ``mlx.core`` that make another function of one."""
 
-Recompute = Literal["plain", "marked", "real"]
-"""How recomputing calls are run: as plain code, as plain code that is marked, or as they are, to be drawn only."""
+Recompute = Literal["plain", "marked", "by rule", "real"]
+"""How recomputing calls are run: as plain code; as plain code that is marked, for the real step to be led along it
+or for a rewriting by rule; or as they are, to be drawn only."""
 
 
 @dataclass(slots=True)
@@ -121,6 +126,7 @@ class Tags:
         self.stand_ins: list[tuple[str, tuple[Any, ...]]] = []
         self.places: list[mx.array] = []
         self.own_vjps: list[str] = []
+        self.made: list[Any] = []
         self._real = (mx.checkpoint, mx.custom_function)  # in a tuple, where ``_everywhere`` does not look
         self._stack: list[int] = []
         self._block = -1
@@ -137,14 +143,24 @@ class Tags:
         args, kwargs = self.watch((args, kwargs), call, call.entering)
         return self.watch(function(*args, **kwargs), call, call.leaving)
 
-    def watch(self, tree: Any, call: Call, sites: list[Site]) -> Any:
-        """The tree, its arrays marked if the call's kind is; adds a site for each array."""
+    @property
+    def in_recompute(self) -> bool:
+        return self._again
+
+    def watch(
+        self, tree: Any, call: Call, sites: list[Site], instead: Callable[[mx.array], mx.array] | None = None
+    ) -> Any:
+        """The tree, its arrays marked if the call's kind is; adds a site for each array.
+
+        ``instead`` gives what the step goes on with in place of a watched array.
+        """
 
         def one(array: mx.array) -> mx.array:
             site = Site(len(self.watched), None, tuple(array.shape), dtype_name(array.dtype))
             sites.append(site)
             # Another Python object for the same array: the step may change this one in place.
             self.watched.append(copy.copy(array))
+            array = array if instead is None else instead(array)
             if call.kind not in self.marked or not array.ndim or not mx.issubdtype(array.dtype, mx.inexact):
                 return array
             site.mark = self.n_marks
@@ -158,13 +174,18 @@ class Tags:
 
     def release(self) -> None:
         """Lets go of every array, once they have been drawn."""
-        for arrays in (self.watched, self.constants, self.places):
+        for arrays in (self.watched, self.constants, self.places, self.made):
             arrays.clear()
 
     @property
     def recomputed(self) -> list[Call]:
         """The recomputing calls, those that repeat one of the forward among them."""
-        return [call for call in self.calls if call.number is not None]
+        return [call for call in self.calls if call.kind in RECOMPUTING and call.number is not None]
+
+    @property
+    def vjps(self) -> list[Call]:
+        """The calls of VJPs of the user's, each with the number of the call it belongs to."""
+        return [call for call in self.calls if call.kind == OWN_VJP]
 
     def recomputing_call(self, kind: str, name: str) -> Call:
         """A call that MLX recomputes: the next one of the forward, or what repeats one."""
@@ -211,6 +232,8 @@ class Tags:
             stack.enter_context(_everywhere(mx.checkpoint, self._checkpoint))
             made_before = {id(f): (f, self._checkpoint(gc.get_referents(f)[1])) for f in wrapped}
             stack.enter_context(_replaced(made_before))
+            called = self._real[1].__call__
+            stack.enter_context(_attribute(self._real[1], "__call__", self._made_before(called)))
             stack.enter_context(_everywhere(mx.custom_function, self._custom_function))
             yield
 
@@ -305,6 +328,15 @@ class Tags:
 
         return gather_mm
 
+    def run_vjp(
+        self, vjp: Callable[..., Any], of: Call, primals: Any, cotangents: Any, outputs: Any, kwargs: Any
+    ) -> Any:
+        """Calls a VJP of the user's, what goes in and what comes out watched."""
+        call = Call(OWN_VJP, of.name, of.block, again=self._again, number=of.number)
+        self.calls.append(call)
+        self.watch(cotangents, call, call.entering)
+        return self.watch(vjp(primals, cotangents, outputs, **kwargs), call, call.leaving)
+
     @contextmanager
     def forward(self, begun: list[Call]) -> Iterator[None]:
         """Recomputing calls made inside are added to ``begun``."""
@@ -333,6 +365,21 @@ class Tags:
         """``mx.custom_function`` while a step is captured."""
         name = getattr(function, "__qualname__", "custom_function")
         return self._recomputing("custom_function", name, function, self._real[1])
+
+    def _made_before(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The call of a custom function that was made before the capture began, as ``@mx.custom_function`` makes it."""
+
+        def __call__(custom: Any, *args: Any, **kwargs: Any) -> Any:
+            if any(custom is made for made in self.made):
+                return original(custom, *args, **kwargs)
+            # What the garbage collector sees of it: its type, the function, and what was given beside that.
+            function, *transforms = gc.get_referents(custom)[1:]
+            again = self._custom_function(function)
+            for transform in transforms:
+                again.transforms["vjp" if _is_vjp(transform) else "jvp"] = transform
+            return again(*args, **kwargs)
+
+        return __call__
 
     def _recomputing(
         self, kind: str, name: str, function: Callable[..., Any], real: Callable[..., Any]
@@ -433,6 +480,23 @@ def _plain_tree(tree: Any) -> Any:
     return [*leaves(tree)]
 
 
+def _made_of(arguments: list[mx.array], like: mx.array) -> mx.array:
+    """An array like another one, made of the arguments by moving them alone."""
+    if not arguments or not mx.issubdtype(like.dtype, mx.inexact) or not like.size:
+        return like
+    flat = mx.concatenate([a.reshape(-1).astype(like.dtype) for a in arguments])
+    return mx.concatenate([flat] * -(-like.size // flat.size))[: like.size].reshape(like.shape)
+
+
+def _is_vjp(transform: Callable[..., Any]) -> bool:
+    """A VJP takes primals, cotangents and outputs; a JVP or a vmap rule takes two."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(transform).parameters.values()
+    return sum(p.kind in kinds for p in parameters) >= 3 or any(
+        p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters
+    )
+
+
 class _Recomputing:
     """What ``mx.checkpoint`` or ``mx.custom_function`` made of a function."""
 
@@ -442,6 +506,12 @@ class _Recomputing:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
+
+    @property
+    def own_vjp(self) -> Callable[..., Any] | None:
+        """A VJP that is the user's, and does not only run the function again."""
+        vjp = self.transforms.get("vjp")
+        return None if vjp is None or vjp.__module__.startswith("oomguard.") else vjp
 
     def vjp(self, function: Callable[..., Any]) -> Callable[..., Any]:
         self.transforms["vjp"] = function
@@ -475,15 +545,22 @@ class _Recomputed(_Recomputing):
             with next(runs, tags.again)(begun):
                 return function(*args, **kwargs)
 
+        call = tags.recomputing_call(self.kind, self.name)
         real = self._real[0](called)
+        tags.made.append(real)
         for name, transform in self.transforms.items():
-            getattr(real, name)(self._watched(transform, begun))
-        return tags.run(real, tags.recomputing_call(self.kind, self.name), args, kwargs)
+            getattr(real, name)(self._watched(name, transform, call, begun))
+        return tags.run(real, call, args, kwargs)
 
-    def _watched(self, transform: Callable[..., Any], begun: list[Call]) -> Callable[..., Any]:
-        def watched(*args: Any) -> Any:
+    def _watched(
+        self, name: str, transform: Callable[..., Any], call: Call, begun: list[Call]
+    ) -> Callable[..., Any]:
+        def watched(primals: Any, *others: Any, **kwargs: Any) -> Any:
             with self.tags.again(begun):
-                return transform(*args)
+                if name != "vjp" or self.own_vjp is None:
+                    return transform(primals, *others, **kwargs)
+                cotangents, outputs = others
+                return self.tags.run_vjp(transform, call, primals, cotangents, outputs, kwargs)
 
         return watched
 
@@ -492,13 +569,32 @@ class _RunPlainly(_Recomputing):
     """It runs as plain code."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tags = self.tags
-        vjp = self.transforms.get("vjp")
-        if vjp is not None and not vjp.__module__.startswith("oomguard."):
+        tags, vjp = self.tags, self.own_vjp
+        if vjp is not None:
             tags.own_vjps.append(self.name)
         if tags.recompute == "plain":
             return self.function(*args, **kwargs)
-        return tags.run(self._joined, tags.recomputing_call(self.kind, self.name), args, kwargs)
+        call = tags.recomputing_call(self.kind, self.name)
+        if vjp is None or tags.recompute == "by rule":
+            return tags.run(self._joined, call, args, kwargs)
+        return self._with_vjp(vjp, call, args, kwargs)
+
+    def _with_vjp(self, vjp: Callable[..., Any], call: Call, args: Any, kwargs: Any) -> Any:
+        """Results whose gradients have the shapes that the VJP gives, and read what it reads.
+
+        The function and the VJP are run for the shapes and arguments of what the real step runs; the step goes on
+        with arrays made of the arguments alone, since nothing is known of the function's own derivative.
+        """
+        tags = self.tags
+        call.again = tags.in_recompute
+        tags.calls.append(call)
+        args, kwargs = tags.watch((args, kwargs), call, call.entering)
+        returned = self.function(*args, **kwargs)
+        arguments = [a for a in leaves((args, kwargs)) if mx.issubdtype(a.dtype, mx.inexact)]
+        marked = tags.watch(returned, call, call.leaving, lambda array: _made_of(arguments, array))
+        primals, cotangents = args[0] if len(args) == 1 else args, map_leaves(returned, mx.zeros_like)
+        tags.run_vjp(vjp, call, primals, cotangents, returned, kwargs)
+        return marked
 
     def _joined(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns; of several arrays each is differentiated where one is, from zeros if need be."""
