@@ -39,11 +39,12 @@ from oomguard.calibration.scratch_gpt import evaluation_call, training_call
 from oomguard.config import Optimizer
 from oomguard.errors import InputError
 from oomguard.settings import read_optimizer
-from oomguard.trace.capture import Capture, Evaluate, capture, returned_then_state
+from oomguard.trace.capture import Capture, Evaluate, capture
 from oomguard.trace.engine import simulate
 from oomguard.trace.lower import LOWERED, Version
 from oomguard.trace.remat import apply_policy
 from oomguard.trace.result import TraceResult
+from oomguard.user_step import returned_then_state
 
 __all__ = [
     "ARCHITECTURES",

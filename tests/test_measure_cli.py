@@ -160,7 +160,7 @@ def test_mistake_is_one_line_and_status_2(args: str, said: str, tmp_path: Path) 
 def test_function_that_is_none_is_status_2() -> None:
     done = measure(f"{STEPS}:returns_a_number")
     assert done.returncode == 2
-    assert "it must return a function without arguments that runs one step and evaluates it" in done.stderr
+    assert "returned int; return (step, arguments)" in done.stderr
 
 
 def test_cases_are_listed_with_what_is_in_them() -> None:

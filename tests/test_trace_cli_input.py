@@ -43,7 +43,10 @@ STEPS = {
 }
 FUNCTIONS = {
     "returns nothing": ("def build(): pass", ["build returned nothing", "(step, arguments)"]),
-    "returns too much": ("def build(): return 1, 2, 3, 4", ["returned 4 values", "(step, arguments, state)"]),
+    "returns too much": (
+        "def build(): return 1, 2, 3, 4, 5",
+        ["returned 5 values", "(step, arguments, state)"],
+    ),
     "returns no step": ("def build(): return 1, (x,)", ["returned int where the step should be"]),
     "forgets the tuple": (
         "def build(): return update, x",

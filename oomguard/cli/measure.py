@@ -44,8 +44,9 @@ Memory is read from step 2 on, the peak reset before each step: the median of --
 apart they lie. "sequenced" is the same with MLX's memory limit at 0, where nothing runs ahead. A sweep can be
 stopped at any moment; the same command goes on where it stopped. A step that dies is a row that says why.
 
-FILE.py:FUNCTION names a function that builds a step and returns a callable without arguments; the callable
-runs one step and evaluates it.
+FILE.py:FUNCTION is what oomguard trace takes: a function without arguments that returns (step, arguments),
+(step, arguments, state) or (step, arguments, state, evaluate). Or it returns a callable without arguments that runs
+one step and evaluates it.
 """
 
 

@@ -96,16 +96,19 @@ def command(as_json: bool, timeline: Path | None, html: Path | None, **options: 
     oomguard trace train.py:build --device m5-pro-48gb --policies
     oomguard trace --case lm-llama-qlora --timeline qlora.json
 
-    FUNCTION is called without arguments and returns (step, arguments), or
-    (step, arguments, state). step is what your training loop calls, plain or
-    compiled; arguments is a tuple of what it is called with; state lists what
-    the step updates, [model, optimizer], where it is not found by itself:
+    FUNCTION is called without arguments and returns (step, arguments),
+    (step, arguments, state) or (step, arguments, state, evaluate). step is what
+    your training loop calls, plain or compiled; arguments is a tuple of what it
+    is called with; state lists what the step updates, [model, optimizer], where
+    it is not found by itself; evaluate is what your loop hands to mx.eval, if
+    that is not the loss and then the state. oomguard measure runs the same.
 
     \b
     def build():
         model, optimizer = ...
         def step(inputs, targets): ...
-        return step, (inputs, targets), [model, optimizer]
+        return (step, (inputs, targets), [model, optimizer],
+                lambda loss, state: (state, loss))
 
     FILE.json and FILE.html are new files, or ones that this command wrote
     before; nothing else is overwritten, and no link, pipe or device.

@@ -104,7 +104,7 @@ def function_subject(target: str, how: Simulated) -> Subject:
     Raises:
         InputError: no such file or function, it raises, or it returns something else.
     """
-    from oomguard.cli.trace_step import load_step
+    from oomguard.user_step import load_step
 
     user = load_step(target)
     step = user.step
@@ -114,7 +114,14 @@ def function_subject(target: str, how: Simulated) -> Subject:
     def trace_as_is() -> TraceResult:
         from oomguard.trace.engine import trace
 
-        return trace(step, *user.arguments, state=user.state, keywords=user.keywords, **how.keywords)
+        return trace(
+            step,
+            *user.arguments,
+            state=user.state,
+            keywords=user.keywords,
+            evaluate=user.evaluate,
+            **how.keywords,
+        )
 
     def under(policy: CheckpointPolicy) -> tuple[str, TraceResult]:
         from oomguard.trace.engine import capture_for, simulate
@@ -126,6 +133,7 @@ def function_subject(target: str, how: Simulated) -> Subject:
             user.arguments,
             user.keywords,
             state=user.state,
+            evaluate=user.evaluate,
             device=how.device,
             marked=MARKED,
             plain=True,
@@ -144,7 +152,14 @@ def function_subject(target: str, how: Simulated) -> Subject:
     def policies() -> Policies:
         from oomguard.trace.policies import Policies
 
-        return Policies.of_step(step, user.arguments, user.keywords, state=user.state, **how.keywords)
+        return Policies.of_step(
+            step,
+            user.arguments,
+            user.keywords,
+            state=user.state,
+            evaluate=user.evaluate,
+            **how.keywords,
+        )
 
     return Subject(target, "", trace_as_is, under, policies)
 

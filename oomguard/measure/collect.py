@@ -50,8 +50,8 @@ def measure_callable(spec: str, settings: Settings = STANDARD) -> Row:
     """Measures a user's own step.
 
     Args:
-        spec: ``FILE.py:NAME``. ``NAME()`` builds the step and returns a callable without arguments that runs
-            it once and evaluates what it made.
+        spec: ``FILE.py:NAME``. ``NAME()`` builds the step and returns what ``oomguard.user_step.load_step`` reads,
+            or a callable without arguments that runs it once and evaluates what it made.
 
     Raises:
         InputError: no such file or function, or it returned no callable.

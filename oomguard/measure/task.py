@@ -13,8 +13,7 @@ from oomguard.rows import row_key
 class Task(Frozen):
     """One thing to measure: a GPT step (``model`` and ``step``), a named ``case``, or a user's ``function``.
 
-    ``function`` is ``FILE.py:NAME``; calling ``NAME()`` builds the step and returns a callable without
-    arguments that runs it once, evaluated.
+    ``function`` is ``FILE.py:NAME``; what calling ``NAME()`` gives is read by ``oomguard.user_step``.
     """
 
     model: ModelConfig | None = None

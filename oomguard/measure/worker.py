@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import importlib.util
 import json
 import os
 import resource
@@ -29,6 +28,7 @@ from oomguard.machine import Backend
 from oomguard.measure.blas import loaded_blas
 from oomguard.measure.provenance import mlx_version
 from oomguard.measure.task import Task
+from oomguard.user_step import UserStep, load_step
 
 Run = Callable[[], object]
 PR_SET_PDEATHSIG = 1
@@ -178,30 +178,34 @@ def build(task: Task) -> Run:
 
 
 def load_function(spec: str) -> Run:
-    """Imports ``FILE.py``, calls ``NAME()`` and checks that it returned a callable.
+    """One evaluated step of what ``FILE.py:NAME`` builds; see ``user_step.load_step``.
 
-    Args:
-        spec: ``FILE.py:NAME``. The file's folder is put first on the import path, as ``python FILE.py`` does.
+    State and arguments are evaluated now. A step that is returned alone is called as it is: it may evaluate what
+    it makes, and what it returns is evaluated.
     """
-    path_text, _, name = spec.rpartition(":")
-    path = Path(path_text).resolve()
-    module_spec = importlib.util.spec_from_file_location(path.stem, path)
-    if not path.is_file() or module_spec is None or module_spec.loader is None:
-        raise InputError(f"no Python file {path_text}")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[path.stem] = module
-    sys.path.insert(0, str(path.parent))
-    module_spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise InputError(f"{path_text} has no function {name!r}")
-    run = function()
-    if not callable(run):
-        raise InputError(
-            f"{spec} returned {type(run).__name__}; it must return a function without arguments that runs "
-            "one step and evaluates it"
-        )
-    return run  # type: ignore[no-any-return]
+    user = load_step(spec)
+    if user.built is not None:
+        return user.built.run  # type: ignore[no-any-return]
+    assert user.step is not None
+    return user.step if user.alone else _run_of(user)
+
+
+def _run_of(user: UserStep) -> Run:
+    import mlx.core as mx
+
+    from oomguard.trace.capture import found_state
+    from oomguard.trace.containers import state_tree
+
+    step = user.step
+    assert step is not None
+    state = found_state(step) if user.state is None else user.state
+    mx.eval([state_tree(item) for item in state], user.arguments, user.keywords)
+
+    def run() -> None:
+        returned = step(*user.arguments, **user.keywords)
+        mx.eval(user.evaluate(returned, [state_tree(item) for item in state]))
+
+    return run
 
 
 def _column(mx: Any, run: Run, steps: int, what: str, messages: Messages) -> list[Sample]:

@@ -71,6 +71,7 @@ from oomguard.trace.tags import (
 )
 from oomguard.trace.waiting import listed
 from oomguard.units import format_bytes
+from oomguard.user_step import returned_then_state
 
 Evaluate = Callable[[Any, list[Any]], Any]
 """(what the step returned, the state) to a tree: what the caller hands to ``mx.eval``, in that order."""
@@ -108,11 +109,6 @@ class Capture:
         pairs = zip(self.calls, self.calls[1:], strict=False)
         same = [{i: a.state[key] for key, i in b.state.items() if key in a.state} for a, b in pairs]
         return [{}, *same]
-
-
-def returned_then_state(returned: Any, state: list[Any]) -> Any:
-    """``mx.eval(returned, state)``: the default order."""
-    return returned, state
 
 
 def capture(
@@ -721,6 +717,13 @@ def _runs_compiled(graph: Graph, region: Region, watched: dict[int, int]) -> boo
     within: tuple[Call, ...] = region.arguments.pop("within", ())
     given = [watched[site.watched] for call in within for site in call.entering if site.watched in watched]
     return runs_compiled(graph, region, given)
+
+
+def found_state(step: Callable[..., Any]) -> list[Any]:
+    """What a step updates, where nobody says it: what ``mx.compile`` captured, else what the step reaches."""
+    parts = compiled_parts(step)
+    reached = reach(parts[0] if parts else step).objects
+    return _captured_state(parts, [o for o in reached if is_a(o, nn.Module, optim.Optimizer)])
 
 
 def _captured_state(parts: Any, objects: list[Any]) -> list[Any]:

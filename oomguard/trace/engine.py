@@ -13,7 +13,7 @@ from oomguard.errors import InputError
 from oomguard.problems import check_callable, check_type
 from oomguard.repeated import Repeated
 from oomguard.trace.backends import Machine, capturing, simulated
-from oomguard.trace.capture import Capture, Evaluate, capture, returned_then_state
+from oomguard.trace.capture import Capture, Evaluate, capture
 from oomguard.trace.collector import collector_paused
 from oomguard.trace.compiled import compile_regions, kept_constants
 from oomguard.trace.containers import leaves, state_tree
@@ -29,6 +29,7 @@ from oomguard.trace.startup import SYNCHRONIZER_DISPATCHES, dispatches_to_evalua
 from oomguard.trace.steps import ALONE, Steps, Surroundings, graph_peak, within_update
 from oomguard.trace.waiting import unevaluated_warnings
 from oomguard.units import format_bytes
+from oomguard.user_step import returned_then_state
 
 STEADY_STEPS = 3
 """Steps simulated after the first. Where the device's tasks end differs from one to the next."""

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from oomguard.config import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy, Segment
 from oomguard.errors import TraceError
 from oomguard.trace.backends import Machine, simulated
-from oomguard.trace.capture import Capture
+from oomguard.trace.capture import Capture, Evaluate
 from oomguard.trace.collector import collector_paused
 from oomguard.trace.engine import built_for, capture_built, capture_for, chained, surroundings_of
 from oomguard.trace.graph import Graph, Node
@@ -24,6 +24,7 @@ from oomguard.trace.lower import ATTENTION
 from oomguard.trace.memory import CPU, Device, Program
 from oomguard.trace.remat import ATTENTION_KINDS, VIEWS, apply_policy, block_calls, saved_ratio
 from oomguard.trace.steps import ALONE, Surroundings, peaks_and_buffer, within_update
+from oomguard.user_step import returned_then_state
 
 MARKED = frozenset(("block", "attention", ATTENTION))
 """Kinds of regions whose backward a capture must mark for all policies to be had from it."""
@@ -164,6 +165,7 @@ class Policies:
         keywords: dict[str, Any] | None = None,
         *,
         state: Sequence[Any] | None = None,
+        evaluate: Evaluate = returned_then_state,
         compiled: bool | None = None,
         device: Machine = None,
         memory_limit: int | None = None,
@@ -171,13 +173,20 @@ class Policies:
         """Those of any step. What it recomputes itself is taken as plain code.
 
         Args:
-            step, arguments, keywords, state, compiled, device, memory_limit: as for ``engine.trace``.
+            step, arguments, keywords, state, evaluate, compiled, device, memory_limit: as for ``engine.trace``.
 
         Raises:
             InputError, TraceError: as ``engine.trace``.
         """
         captured, target, surroundings = capture_for(
-            step, arguments, keywords, state=state, device=device, marked=MARKED, plain=True
+            step,
+            arguments,
+            keywords,
+            state=state,
+            evaluate=evaluate,
+            device=device,
+            marked=MARKED,
+            plain=True,
         )
         return cls(
             [captured], compiled=compiled, device=target, memory_limit=memory_limit, surroundings=surroundings

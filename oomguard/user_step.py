@@ -1,4 +1,4 @@
-"""The step that a user's FILE.py:FUNCTION builds, read from what the function returns."""
+"""The step that a user's FILE.py:FUNCTION builds: one door for what traces it and what runs it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,18 +16,26 @@ from typing import Any
 from oomguard.errors import InputError, OomguardError
 from oomguard.settings import near_names
 
-CONVENTION = "(step, arguments) or (step, arguments, state)"
-_BUILT = ("graphs", "function", "state", "model")
+CONVENTION = "(step, arguments), (step, arguments, state) or (step, arguments, state, evaluate)"
+BUILT = ("graphs", "function", "state", "model", "batch", "run")
+"""What an object has that says itself which calls an update makes: ``oomguard.model.step.BuiltStep``."""
+
+
+def returned_then_state(returned: Any, state: list[Any]) -> Any:
+    """``mx.eval(returned, state)``: the default order."""
+    return returned, state
 
 
 @dataclass(frozen=True)
 class UserStep:
-    """A step to trace.
+    """A step to trace or to run.
 
     Attributes:
         step: plain or compiled.
         arguments, keywords: what to call it with.
         state: what it updates; None to find it.
+        evaluate: what the loop hands to ``mx.eval``, given what the step returned and the state; in that order.
+        alone: the step came without anything, and takes no arguments: it may evaluate what it makes itself.
         built: an object like ``oomguard.model.step.BuiltStep``, instead of the rest.
     """
 
@@ -35,18 +43,20 @@ class UserStep:
     arguments: tuple[Any, ...] = ()
     keywords: dict[str, Any] = field(default_factory=dict)
     state: list[Any] | None = None
+    evaluate: Callable[[Any, list[Any]], Any] = returned_then_state
+    alone: bool = False
     built: Any = None
 
 
 def load_step(target: str) -> UserStep:
     """Imports FILE.py, calls FUNCTION without arguments and reads what it returns.
 
-    FUNCTION returns ``(step, arguments)`` or ``(step, arguments, state)``: ``step`` is the function a
-    training loop calls, plain or compiled; ``arguments`` a tuple of what it is called with, or a dictionary
-    of keyword arguments; ``state`` a list of what it updates, ``[model, optimizer]``, where the trace does
-    not find it by itself. A step without arguments can be returned alone. An object with ``graphs()``,
-    ``function``, ``state`` and ``model``, as ``oomguard.model.step.build_step`` gives, is traced call by
-    call.
+    FUNCTION returns ``(step, arguments)``, ``(step, arguments, state)`` or ``(step, arguments, state, evaluate)``:
+    ``step`` is the function a training loop calls, plain or compiled; ``arguments`` a tuple of what it is called with,
+    or a dictionary of keyword arguments; ``state`` a list of what it updates, ``[model, optimizer]``, where it is
+    not found by itself; ``evaluate`` a function of what the step returned and of the state that gives what the loop
+    hands to ``mx.eval``. A step without arguments can be returned alone. An object that has ``BUILT``, as
+    ``oomguard.model.step.build_step`` gives, is taken call by call.
 
     Raises:
         InputError: no such file or function, it raises, or it returns something else.
@@ -129,16 +139,30 @@ def _explained(path: Path, what: str) -> Iterator[None]:
 
 
 def _read(returned: Any, name: str) -> UserStep:
-    if all(hasattr(returned, attribute) for attribute in _BUILT):
+    if all(hasattr(returned, attribute) for attribute in BUILT):
         return UserStep(built=returned)
-    if isinstance(returned, tuple) and 2 <= len(returned) <= 3:
-        step, arguments, state = (*returned, None)[:3]
+    if isinstance(returned, tuple) and 2 <= len(returned) <= 4:
+        step, arguments, state, evaluate = (*returned, None, None)[:4]
         if not callable(step):
             raise InputError(f"{name} returned {_kind(step)} where the step should be; return {CONVENTION}")
-        return _with_arguments(step, arguments, _read_state(state, name), name)
+        if evaluate is not None and not callable(evaluate):
+            raise InputError(
+                f"{name}: what is handed to mx.eval is {_kind(evaluate)}; return a function of what the step returned "
+                "and of the state, such as lambda loss, state: (loss, state)"
+            )
+        user = _with_arguments(step, arguments, _read_state(state, name), name)
+        return user if evaluate is None else replace(user, evaluate=evaluate)
     if callable(returned):
-        return UserStep(step=returned)
+        return UserStep(step=returned, alone=True)
+    if missing := _missing(returned):
+        raise InputError(f"{name} returned {_kind(returned)}, which has no {missing}; return {CONVENTION}")
     raise InputError(f"{name} returned {_said(returned)}; return {CONVENTION}")
+
+
+def _missing(returned: Any) -> str:
+    """What an object lacks that has most of ``BUILT``."""
+    missing = [attribute for attribute in BUILT if not hasattr(returned, attribute)]
+    return " and no ".join(missing) if len(missing) <= len(BUILT) // 2 else ""
 
 
 def _with_arguments(step: Any, arguments: Any, state: list[Any] | None, name: str) -> UserStep:
