@@ -148,6 +148,32 @@ def shipped(backend: str) -> Coefficients:
     return _parse(resources.files("oomguard").joinpath(f"data/coefficients/{name}.json").read_text(), name)
 
 
+NEWEST_MLX = "0.32.4"
+"""The newest release of MLX that oomguard knows: what a Mac that is asked about from elsewhere is taken to run."""
+
+
+def release_warning(coefficients: Coefficients, backend: str, mlx: str | None) -> str | None:
+    """What is to be said of an estimate for a release of MLX that its coefficients were not fitted to.
+
+    Args:
+        coefficients: what the estimate rests on.
+        backend: of the machine asked about.
+        mlx: the release that runs there; None where nobody can know.
+    """
+    fitted = coefficients.mlx
+    if mlx is None and backend == "metal" and fitted and fitted != NEWEST_MLX:
+        return (
+            f"estimated for MLX {fitted}, which the coefficients were fitted to; {NEWEST_MLX} fuses attention in "
+            "training on Metal and holds other arrays: --engine auto simulates that, in plan, and oomguard trace any step"
+        )
+    if mlx is not None and fitted and fitted != mlx:
+        return (
+            f"the coefficients were fitted on MLX {fitted}, here is {mlx}; "
+            "oomguard calibrate fits them to this machine, --engine auto simulates the step"
+        )
+    return None
+
+
 def load(backend: str, *, mlx_version: str | None = None, device: str | None = None) -> Coefficients:
     """This machine's own calibration if there is one for it, else the shipped profile of the backend.
 

@@ -646,19 +646,18 @@ def _order(candidate: Candidate) -> tuple[bool, float]:
 def _warnings(found: Plan, said: list[str]) -> tuple[str, ...]:
     """Everything a reader must know before trusting the numbers, each thing once."""
     warnings = list(said)
-    device, calibration = found.device, found.calibration
-    if device.mlx is not None and calibration.mlx and calibration.mlx != device.mlx:
-        warnings.append(
-            f"the coefficients were fitted on MLX {calibration.mlx}, here is {device.mlx}; "
-            "oomguard calibrate fits them to this machine, --engine auto simulates the step"
-        )
+    shown = found.choice or found.least
+    if shown is None or shown.engine != "trace":
+        from oomguard.coefficients import release_warning
+
+        said_of_release = release_warning(found.calibration, found.device.backend, found.device.mlx)
+        warnings += [said_of_release] if said_of_release else []
     asked = found.request.memory_bytes
     if asked is not None and found.budget.candidates[found.budget.bound_by] < asked:
         warnings.append(
             f"{format_bytes(asked)} was allowed, but {found.budget.bound_by} binds first: "
             f"{format_bytes(found.budget.candidates[found.budget.bound_by])}"
         )
-    shown = found.choice or found.least
     if shown is not None:
         warnings += shown.estimate.warnings
     return tuple(dict.fromkeys(warnings))

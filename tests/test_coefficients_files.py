@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 from local_rows import run
 
-from oomguard.coefficients import Coefficients, data_dir, load, local_path, read_coefficients, shipped
+from oomguard.coefficients import (
+    Coefficients,
+    data_dir,
+    load,
+    local_path,
+    read_coefficients,
+    release_warning,
+    shipped,
+)
 from oomguard.config import StepConfig
 from oomguard.errors import InputError
 from oomguard.learn import write_coefficients
@@ -182,3 +190,38 @@ def test_write_that_fails_leaves_what_was_there(home: Path, monkeypatch: pytest.
         local(mlx="9.9")
     assert read_coefficients(local_path("cpu")) == own
     assert [path.name for path in home.iterdir()] == ["coefficients-cpu.json"]
+
+
+def test_an_estimate_for_another_release_says_which_and_what_simulates_it() -> None:
+    metal, cpu = shipped("metal"), shipped("cpu")
+    for said in (release_warning(metal, "metal", None), release_warning(metal, "metal", "0.32.4")):
+        assert said is not None
+        assert metal.mlx in said
+        assert "0.32.4" in said
+        assert "--engine auto" in said
+    assert release_warning(metal, "metal", metal.mlx) is None
+    assert release_warning(cpu, "cpu", None) is None
+
+
+@pytest.mark.parametrize("command", ["plan", "estimate"])
+def test_a_mac_asked_about_is_told_the_release_of_its_estimate(command: str) -> None:
+    asked = (command, "--preset", "tiny", "--device", "m5-pro-48gb")
+    warnings = json.loads(run(*asked, "--json")[1])["warnings"]
+    assert [w for w in warnings if w.startswith(f"estimated for MLX {shipped('metal').mlx}")]
+    assert "estimated for MLX" in " ".join(run(*asked)[1].split())
+
+
+def test_a_traced_plan_of_a_mac_says_nothing_of_the_estimate_s_release() -> None:
+    asked = (
+        "plan",
+        "--preset",
+        "tiny",
+        "--device",
+        "m5-pro-48gb",
+        "--batch",
+        "2",
+        "--grad-checkpoint",
+        "none",
+    )
+    warnings = json.loads(run(*asked, "--engine", "trace", "--json")[1])["warnings"]
+    assert not [w for w in warnings if w.startswith("estimated for MLX")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -55,7 +56,7 @@ def command(
     \b
     oomguard estimate --preset huge --batch 8 --grad-checkpoint every
     """
-    from oomguard.coefficients import load
+    from oomguard.coefficients import load, release_warning
     from oomguard.device import find_device
     from oomguard.estimate import estimate
 
@@ -75,6 +76,8 @@ def command(
     named = machine.machine or machine.name
     coefficients = load(machine.backend, mlx_version=machine.mlx, device=named)
     found = estimate(model, step, coefficients, backend=machine.backend)
+    if said := release_warning(coefficients, machine.backend, machine.mlx):
+        found = replace(found, warnings=(*found.warnings, said))
     if as_json:
         from oomguard.report.as_json import estimate_json
 
