@@ -164,7 +164,8 @@ def release_warning(coefficients: Coefficients, backend: str, mlx: str | None) -
     if mlx is None and backend == "metal" and fitted and fitted != NEWEST_MLX:
         return (
             f"estimated for MLX {fitted}, which the coefficients were fitted to; {NEWEST_MLX} fuses attention in "
-            "training on Metal and holds other arrays: --engine auto simulates that, in plan, and oomguard trace any step"
+            "training on Metal and holds other arrays: --engine auto simulates that, in plan, and oomguard trace any "
+            "step"
         )
     if mlx is not None and fitted and fitted != mlx:
         return (
