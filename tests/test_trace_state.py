@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import json
 import statistics
@@ -462,3 +463,25 @@ def test_capture_calls_no_function_but_the_step() -> None:
     assert captured.graph.recomputes
     assert captured.warnings == []
     assert calls == []
+
+
+def test_checkpoint_is_told_from_grad_while_others_watch_the_collector() -> None:
+    calls: list[str] = []
+    checkpointed = mx.checkpoint(lambda x: x * 2)
+    gradient = mx.grad(lambda x: x.sum())
+
+    def watch(phase: str, info: dict[str, int]) -> None:
+        calls.append(phase)
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(watch)
+    gc.set_threshold(1)
+    try:
+        for _ in range(20):
+            found = {id(f) for f in checkpointed_functions()}
+            assert id(checkpointed) in found
+            assert id(gradient) not in found
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(watch)
+    assert calls

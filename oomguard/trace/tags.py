@@ -33,6 +33,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 
+from oomguard.trace.collector import collector_paused
 from oomguard.trace.containers import leaves, map_leaves
 from oomguard.trace.experts import SORTED_GATHER
 from oomguard.trace.lower import CROSS_ENTROPY
@@ -623,7 +624,8 @@ def checkpointed_functions() -> list[Any]:
     ``mx.checkpoint``, ``mx.grad`` or ``mx.value_and_grad``; called with nothing, a gradient complains of its own,
     and the others hand the call on.
     """
-    return [o for o in gc.get_objects() if type(o) is TRANSFORMED and _is_checkpoint(o)]
+    with collector_paused():
+        return [o for o in gc.get_objects() if type(o) is TRANSFORMED and _is_checkpoint(o)]
 
 
 class _HandedOn(Exception):
@@ -633,12 +635,13 @@ class _HandedOn(Exception):
 def _is_checkpoint(function: Any) -> bool:
     """Called with nothing, under a profiler that ends the call before a line of the user's function runs."""
     parts = gc.get_referents(function)
-    if len(parts) != 2 or _runs_no_python(parts[1]):
+    code = _code_of(parts[1]) if len(parts) == 2 else None
+    if code is None:
         return False
-    here = sys._getframe()
 
     def end(frame: types.FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_back is here:
+        # Of this code alone: a collection of garbage may begin here too, and call what others have hung on it.
+        if event == "call" and frame.f_code is code:
             raise _HandedOn
 
     before = sys.getprofile()
@@ -654,13 +657,13 @@ def _is_checkpoint(function: Any) -> bool:
     return False
 
 
-def _runs_no_python(wrapped: Any) -> bool:
-    """Whether a profiler would not see it begin: it is neither a function nor an object with a ``__call__``."""
+def _code_of(wrapped: Any) -> types.CodeType | None:
+    """What a profiler sees begin where an object is called; None where that is no Python."""
     while is_a(wrapped, types.MethodType, functools.partial):
         wrapped = wrapped.__func__ if is_a(wrapped, types.MethodType) else wrapped.func
-    return not is_a(wrapped, types.FunctionType) and not is_a(
-        class_attribute(wrapped, "__call__"), types.FunctionType
-    )
+    if not is_a(wrapped, types.FunctionType):
+        wrapped = class_attribute(wrapped, "__call__")
+    return wrapped.__code__ if is_a(wrapped, types.FunctionType) else None
 
 
 @contextmanager
