@@ -21,6 +21,10 @@ BUILT = ("graphs", "function", "state", "model", "batch", "run")
 """What an object has that says itself which calls an update makes: ``oomguard.model.step.BuiltStep``."""
 
 
+class FileRaisedError(InputError):
+    """The user's own file raised; what it raised is the cause."""
+
+
 def returned_then_state(returned: Any, state: list[Any]) -> Any:
     """``mx.eval(returned, state)``: the default order."""
     return returned, state
@@ -130,12 +134,13 @@ def _explained(path: Path, what: str) -> Iterator[None]:
     except OomguardError:
         raise
     except SyntaxError as error:
-        raise InputError(f"{path.name}, line {error.lineno}: {error.msg}") from error
+        raise FileRaisedError(f"{path.name}, line {error.lineno}: {error.msg}") from error
     except (Exception, SystemExit) as error:
         lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path.resolve())]
         where = f" at line {lines[-1].lineno} (`{lines[-1].line}`)" if lines else ""
         text = " ".join(str(error).split())
-        raise InputError(f"{what} {type(error).__name__}{where}" + (f": {text}" if text else "")) from error
+        said = f"{what} {type(error).__name__}{where}" + (f": {text}" if text else "")
+        raise FileRaisedError(said) from error
 
 
 def _read(returned: Any, name: str) -> UserStep:

@@ -200,7 +200,7 @@ def test_force_runs_what_the_estimate_refuses_and_the_limit_still_holds() -> Non
     ("spec", "said"),
     [
         (f"{STEPS}:absent", "has no function 'absent'"),
-        (f"{STEPS}:not_a_function", "has no function 'not_a_function'"),
+        (f"{STEPS}:not_a_function", "not_a_function is int, not a function"),
         (f"{STEPS}:returns_a_number", "returned int"),
         ("/nowhere/step.py:build", "no file /nowhere/step.py"),
         ("step.py", "write FILE.py:FUNCTION"),

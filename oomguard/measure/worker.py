@@ -28,7 +28,7 @@ from oomguard.machine import Backend
 from oomguard.measure.blas import loaded_blas
 from oomguard.measure.provenance import mlx_version
 from oomguard.measure.task import Task
-from oomguard.user_step import UserStep, load_step
+from oomguard.user_step import FileRaisedError, UserStep, load_step
 
 Run = Callable[[], object]
 PR_SET_PDEATHSIG = 1
@@ -183,7 +183,10 @@ def load_function(spec: str) -> Run:
     State and arguments are evaluated now. A step that is returned alone is called as it is: it may evaluate what
     it makes, and what it returns is evaluated.
     """
-    user = load_step(spec)
+    try:
+        user = load_step(spec)
+    except FileRaisedError as error:  # a row that says so, as whatever else a step may raise
+        raise MeasureError(f"{type(error.__cause__).__name__}: {error}") from error
     if user.built is not None:
         return user.built.run  # type: ignore[no-any-return]
     assert user.step is not None
