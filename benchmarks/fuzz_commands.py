@@ -362,7 +362,7 @@ class Kitchen:
 
 def _hold_the_machine_still() -> None:
     """The memory that is free changes from one moment to the next, and a plan with it."""
-    from oomguard import machine
+    from oomguard.machine import system as machine
 
     now = machine.memory()
     machine.memory = lambda: now

@@ -17,9 +17,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from oomguard.config import ModelConfig, StepConfig
+from oomguard.config.model import ModelConfig
+from oomguard.config.step import StepConfig
 from oomguard.measure import Settings, measure, provenance
-from oomguard.planner import Plan, plan, read_model
+from oomguard.plan.planner import Plan, plan, read_model
 from oomguard.units import format_bytes, parse_bytes
 
 OUTPUT = Path(__file__).with_suffix(".txt")

@@ -21,9 +21,10 @@ OUTPUT = Path(__file__).with_suffix(".txt")
 LAYOUT = "{:22} {:>8} {:>9} {:>7} {:>12} {:>22} {:>9} {:>7}"
 ONE = """
 import json, sys, time
-from oomguard.config import EVERY_BLOCK, NO_CHECKPOINT, StepConfig
+from oomguard.config.policy import EVERY_BLOCK, NO_CHECKPOINT
+from oomguard.config.step import StepConfig
 from oomguard.model.step import build_step
-from oomguard.presets import presets
+from oomguard.config.presets import presets
 from oomguard.trace.policies import Policies
 name, batch, seq_len, share = json.loads(sys.argv[1])
 built = build_step(presets()[name], StepConfig(batch=batch, seq_len=seq_len), evaluated=False)

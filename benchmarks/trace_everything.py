@@ -26,9 +26,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from oomguard.calibration.cases import CASES
+from oomguard.config.presets import presets
 from oomguard.measure import provenance
-from oomguard.presets import presets
+from oomguard.model.cases import CASES
 from oomguard.units import GIB, MIB
 
 OUTPUT = Path(__file__).with_suffix(".txt")
@@ -73,7 +73,7 @@ def built(subject: str) -> Any:
     """The step of a subject, holding no memory."""
     if not subject.startswith("preset:"):
         return CASES[subject].build(evaluated=False)
-    from oomguard.config import StepConfig
+    from oomguard.config.step import StepConfig
     from oomguard.model.step import build_step
 
     shape = presets()[subject.removeprefix("preset:")]
@@ -113,7 +113,7 @@ def traced(subject: str, target: str) -> Row:
 
 
 def _policy(name: str) -> Any:
-    from oomguard.config import CheckpointPolicy
+    from oomguard.config.policy import CheckpointPolicy
 
     return CheckpointPolicy.parse(name)
 

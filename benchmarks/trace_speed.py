@@ -20,7 +20,9 @@ LAYERS = (2, 8, 40, 160, 320)
 LAYOUT = "{:28} {:>10} {:>9} {:>9} {:>12} {:>10}"
 ONE = """
 import json, resource, sys, time
-from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.step import StepConfig
 from oomguard.model.step import build_step
 from oomguard.trace.engine import capture_built, simulate
 model, step = ModelConfig.model_validate(json.loads(sys.argv[1])), StepConfig.model_validate(json.loads(sys.argv[2]))
@@ -46,7 +48,7 @@ def line(name: str, model: dict[str, object], step: dict[str, object]) -> tuple[
 
 
 def main() -> None:
-    from oomguard.presets import presets
+    from oomguard.config.presets import presets
 
     lines = [f"# {provenance.machine()}; {provenance.system()}; MLX {provenance.mlx_version()}"]
     lines += [f"# commit {provenance.commit()}, {provenance.now()}; python benchmarks/trace_speed.py"]

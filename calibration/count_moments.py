@@ -23,8 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oomguard.calibration.tool import output_path, run_tool
-from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
-from oomguard.inventory import Inventory
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.step import StepConfig
+from oomguard.estimate.inventory import Inventory
 from oomguard.model.step import build_step
 from oomguard.trace.engine import capture_built, counted_timelines
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oomguard.budget import find_budget
-from oomguard.coefficients import Coefficients
-from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
-from oomguard.device import Device
-from oomguard.estimate import estimate
-from oomguard.learn import MIN_LOCAL_ROWS
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.presets import presets
+from oomguard.config.step import StepConfig
+from oomguard.estimate.coefficients import Coefficients
+from oomguard.estimate.learn import MIN_LOCAL_ROWS
+from oomguard.estimate.peak import estimate
+from oomguard.machine.budget import find_budget
+from oomguard.machine.device import Device
 from oomguard.measure import Task
-from oomguard.presets import presets
 
 POLICIES = ("none", "every", "blocks=half", "attention", "stride=sqrt")
 BATCHES = (1, 2, 4, 8, 16, 32)

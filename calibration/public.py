@@ -36,15 +36,15 @@ from oomguard.calibration.public_rows import (
     understood,
 )
 from oomguard.calibration.scratch_gpt import evaluation_call, training_call
-from oomguard.config import Optimizer
+from oomguard.config.step import Optimizer
+from oomguard.config.words import read_optimizer
 from oomguard.errors import InputError
-from oomguard.settings import read_optimizer
+from oomguard.step.opening import returned_then_state
 from oomguard.trace.capture import Capture, Evaluate, capture
 from oomguard.trace.engine import simulate
 from oomguard.trace.lower import LOWERED, Version
 from oomguard.trace.remat import apply_policy
 from oomguard.trace.result import TraceResult
-from oomguard.user_step import returned_then_state
 
 __all__ = [
     "ARCHITECTURES",

@@ -32,9 +32,9 @@ from typing import Any
 
 from oomguard.calibration import published_ops
 from oomguard.calibration.scratch_gpt import Activation, ScratchConfig
-from oomguard.config import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy
-from oomguard.device import find_device
+from oomguard.config.policy import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy
 from oomguard.errors import InputError
+from oomguard.machine.device import find_device
 from oomguard.trace.lower import Version, parse_version
 from oomguard.trace.memory import Device
 from oomguard.trace.metal import Chip, device

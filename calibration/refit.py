@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 
 from oomguard.calibration.tool import output_path, run_tool
-from oomguard.coefficients import Coefficients
-from oomguard.fit import RIDGE, Refit, fit_profile
+from oomguard.estimate.coefficients import Coefficients
+from oomguard.estimate.fit import RIDGE, Refit, fit_profile
 from oomguard.rows import read_rows, shipped_rows_path
 
 USAGE = "python -m oomguard.calibration.refit FOLDER (of coefficients, <backend>.json)"

@@ -18,10 +18,12 @@ import numpy as np
 
 from oomguard.calibration.design_sweep import policy, shape
 from oomguard.calibration.trace_check import trace_row
-from oomguard.coefficients import Coefficients
-from oomguard.config import CheckpointPolicy, Dtype, ModelConfig, StepConfig
-from oomguard.estimate import estimate
-from oomguard.fit import fit_profile
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.step import Dtype, StepConfig
+from oomguard.estimate.coefficients import Coefficients
+from oomguard.estimate.fit import fit_profile
+from oomguard.estimate.peak import estimate
 from oomguard.rows import Header, Row, read_rows, shipped_rows_path
 
 COUNT = 2000

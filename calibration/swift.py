@@ -19,7 +19,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from oomguard.calibration.public import cross_entropy
-from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.step import StepConfig
 from oomguard.model.step import BuiltStep, build_step
 from oomguard.rows import Row, read_rows, shipped_rows_path
 from oomguard.trace.capture import Capture, capture

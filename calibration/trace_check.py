@@ -163,7 +163,7 @@ def _cpu_sections(rows: list[Row]) -> Iterator[Section]:
 
 def trace_row(row: Row) -> tuple[int, int, bool, str]:
     """Default and sequenced peak of a row's step, whether it is compiled, and why it could not be traced."""
-    from oomguard.calibration.cases import build_case
+    from oomguard.model.cases import build_case
     from oomguard.model.step import build_step
     from oomguard.trace.engine import STEADY_STEPS, trace_built
     from oomguard.trace.memory import CPU

@@ -24,9 +24,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from oomguard.config import CheckpointPolicy, Segment
+from oomguard.config.policy import CheckpointPolicy, Segment
+from oomguard.config.problems import check_type
 from oomguard.errors import InputError
-from oomguard.problems import check_type
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Forward = Callable[..., Any]

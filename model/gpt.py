@@ -10,7 +10,7 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from oomguard.config import ModelConfig
+from oomguard.config.model import ModelConfig
 
 INIT_STD = 0.02
 

@@ -6,8 +6,8 @@ import shlex
 import statistics
 from pathlib import Path
 
+from oomguard.estimate.learn import learn as add_to_calibration
 from oomguard.guard import Guard
-from oomguard.learn import learn as add_to_calibration
 from oomguard.measure.blas import loaded_blas
 from oomguard.measure.provenance import commit, machine, mlx_version, now, system
 from oomguard.model.step import mlx_backend

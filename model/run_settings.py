@@ -6,7 +6,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from oomguard.config import Frozen, MemoryBytes, ModelConfig, Positive, StepConfig
+from oomguard.config.base import Frozen, MemoryBytes, Positive
+from oomguard.config.model import ModelConfig
+from oomguard.config.step import StepConfig
 from oomguard.errors import InputError
 from oomguard.units import format_bytes
 

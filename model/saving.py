@@ -1,7 +1,7 @@
 """A training run on disk: one safetensors file with parameters, optimizer state, random state and settings.
 
 The settings are text in the file's own metadata, so they can be read without MLX and travel with the weights.
-How a file takes its place, and what it never replaces, is said in ``oomguard.output_files``.
+How a file takes its place, and what it never replaces, is said in ``oomguard.files.writing``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError
 
-from oomguard.config import Frozen, first_problem
+from oomguard.config.base import Frozen, first_problem
 from oomguard.errors import InputError
+from oomguard.files.reading import parse_json
+from oomguard.files.writing import Format, Output
 from oomguard.model.run_settings import RunSettings
-from oomguard.output_files import Format, Output
-from oomguard.reading import parse_json
 from oomguard.units import format_bytes
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from oomguard.config import Optimizer
+from oomguard.config.step import Optimizer
 
 FLOOR = 0.1
 MIN_WARMUP, MAX_WARMUP = 5, 200

@@ -16,11 +16,12 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_map
 
-from oomguard.config import ModelConfig, StepConfig, check_seq_len
-from oomguard.inventory import Backend, Inventory
+from oomguard.config.model import ModelConfig
+from oomguard.config.step import StepConfig, check_seq_len
+from oomguard.estimate.inventory import Backend, Inventory
 from oomguard.model.checkpoint import CheckpointHandle, checkpoint_layers
 from oomguard.model.gpt import GPT
-from oomguard.repeated import Repeated
+from oomguard.step.repeated import Repeated
 
 MicroBatch = tuple[mx.array, mx.array]
 """Inputs and targets, int32, (batch, seq_len) each."""

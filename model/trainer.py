@@ -13,6 +13,7 @@ from typing import cast
 import mlx.core as mx
 
 from oomguard.errors import InputError, OomguardError
+from oomguard.files.writing import Output
 from oomguard.guard import Guard
 from oomguard.model.checkpoint import random_state
 from oomguard.model.corpus import Corpus, Windows
@@ -20,7 +21,6 @@ from oomguard.model.run_settings import RunSettings, check_trainable
 from oomguard.model.saving import RUN_FILE, SavedRun, restore, save_run
 from oomguard.model.schedule import warmup_cosine
 from oomguard.model.step import BuiltStep, MicroBatch, Recipe, build_step
-from oomguard.output_files import Output
 
 
 @dataclass(frozen=True)

@@ -21,29 +21,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from oomguard.guard import Guard as Guard
     from oomguard.model.checkpoint import checkpoint_layers as checkpoint_layers
-    from oomguard.planner import Plan as Plan
-    from oomguard.planner import largest_batch as largest_batch
-    from oomguard.planner import plan as plan
+    from oomguard.plan.planner import Plan as Plan
+    from oomguard.plan.planner import largest_batch as largest_batch
+    from oomguard.plan.planner import plan as plan
     from oomguard.trace.engine import trace as trace
 
 _HOME = {
     "Guard": "oomguard.guard",
-    "Plan": "oomguard.planner",
-    "largest_batch": "oomguard.planner",
-    "plan": "oomguard.planner",
+    "Plan": "oomguard.plan.planner",
+    "largest_batch": "oomguard.plan.planner",
     "checkpoint_layers": "oomguard.model.checkpoint",
 }
+
+_CALLABLE = ("plan", "trace")  # packages that can be called
 
 __all__ = ["Guard", "Plan", "checkpoint_layers", "largest_batch", "plan", "trace"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "trace":
-        return importlib.import_module("oomguard.trace")  # a package that can be called
+    if name in _CALLABLE:
+        return importlib.import_module(f"oomguard.{name}")
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME, "trace"})
+    return sorted({*globals(), *_HOME, *_CALLABLE})

@@ -17,12 +17,12 @@ from itertools import pairwise
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from oomguard.config.problems import check_callable, check_type
 from oomguard.errors import InputError, OomguardError
-from oomguard.problems import check_callable, check_type
 from oomguard.units import format_bytes
 
 if TYPE_CHECKING:
-    from oomguard.planner import Plan
+    from oomguard.plan.planner import Plan
 
 GROWTH_STEPS = 6  # steps in a row that end with more active memory than the one before
 GROWTH_SHARE = 0.0005  # of the budget a step; less is noise of the allocator
@@ -128,7 +128,7 @@ class Guard:
         Raises:
             InputError: the plan has no choice, because nothing fits.
         """
-        from oomguard.planner import Plan
+        from oomguard.plan.planner import Plan
 
         check_type("plan", plan, Plan, "what oomguard.plan(...) returns")
         if plan.choice is None:
@@ -145,7 +145,7 @@ class Guard:
     def __enter__(self) -> Guard:
         import mlx.core as mx
 
-        from oomguard.device import remember_probe
+        from oomguard.machine.device import remember_probe
 
         self._mx = mx
         old_memory = mx.set_memory_limit(self.memory_limit_bytes)

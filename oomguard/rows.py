@@ -20,11 +20,13 @@ from typing import Annotated, Any, Final, Literal, NoReturn
 
 from pydantic import Field, ValidationError, model_validator
 
-from oomguard.config import Frozen, ModelConfig, StepConfig, first_problem
+from oomguard.config.base import Frozen, first_problem
+from oomguard.config.model import ModelConfig
+from oomguard.config.problems import shown
+from oomguard.config.step import StepConfig
 from oomguard.errors import InputError
-from oomguard.output_files import Format
-from oomguard.problems import shown
-from oomguard.reading import json_values, parse_json, read_text
+from oomguard.files.reading import json_values, parse_json, read_text
+from oomguard.files.writing import Format
 
 SCHEMA: Final = "oomguard.rows/1"
 PRINTED_SCHEMA: Final = "oomguard.measure/1"
@@ -57,7 +59,7 @@ class Row(Frozen):
     """One measured configuration.
 
     Either ``model`` and ``step`` (the GPT of ``oomguard.model``) or ``case`` (a named step of
-    ``oomguard.calibration.cases``) says what ran. ``*_bytes`` are medians over the measured steps, from step
+    ``oomguard.model.cases``) says what ran. ``*_bytes`` are medians over the measured steps, from step
     2 on, the peak reset before each. ``sequenced_*`` were measured with the memory limit at 0, where
     evaluation waits for every task: the peak of the graph alone.
     """

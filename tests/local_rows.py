@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from oomguard.cli.main import main
-from oomguard.coefficients import shipped
-from oomguard.config import CheckpointPolicy, StepConfig
-from oomguard.estimate import estimate
-from oomguard.presets import preset
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.presets import preset
+from oomguard.config.step import StepConfig
+from oomguard.estimate.coefficients import shipped
+from oomguard.estimate.peak import estimate
 from oomguard.rows import Header, Row, append_row
 
 HEADER = Header(

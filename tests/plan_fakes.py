@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from oomguard.budget import Budget
-from oomguard.config import ModelConfig, StepConfig
-from oomguard.device import Device
-from oomguard.planner import Request
+from oomguard.config.model import ModelConfig
+from oomguard.config.step import StepConfig
+from oomguard.machine.budget import Budget
+from oomguard.machine.device import Device
+from oomguard.plan.planner import Request
 from oomguard.units import GIB, MIB
 
 
 @dataclass(frozen=True)
 class FakeEstimate:
-    """The fields of ``oomguard.estimate.Estimate``."""
+    """The fields of ``oomguard.estimate.peak.Estimate``."""
 
     peak_bytes: int
     low_bytes: int
@@ -30,7 +31,7 @@ class FakeEstimate:
 
 @dataclass(frozen=True)
 class FakeCoefficients:
-    """The fields of ``oomguard.coefficients.Coefficients`` a plan shows."""
+    """The fields of ``oomguard.estimate.coefficients.Coefficients`` a plan shows."""
 
     profile: str = "fake"
     backend: str = "cpu"

@@ -10,14 +10,14 @@ import pytest
 from limited import run_limited
 
 from oomguard.cli import waiting
-from oomguard.config import StepConfig
+from oomguard.config.presets import presets
+from oomguard.config.step import StepConfig
+from oomguard.config.words import MAX_COUNT
 from oomguard.errors import InputError
 from oomguard.measure import read_sweep
 from oomguard.measure.sweep_file import MOST_CONFIGURATIONS
 from oomguard.model.step import build_step
-from oomguard.presets import presets
-from oomguard.repeated import Repeated
-from oomguard.settings import MAX_COUNT
+from oomguard.step.repeated import Repeated
 from oomguard.trace.engine import trace_built
 from oomguard.trace.memory import CPU, Device
 from oomguard.trace.metal import Chip, device

@@ -15,7 +15,7 @@ import pytest
 
 import oomguard
 from oomguard.errors import InputError, OomguardError
-from oomguard.planner import Plan
+from oomguard.plan.planner import Plan
 
 DEVICE = "cpu-16gb"
 

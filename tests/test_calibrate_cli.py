@@ -16,10 +16,10 @@ from local_rows import made_up_rows, mistake, run, write_rows
 import oomguard.measure
 from oomguard.calibration.local_sweep import LARGEST_SHARE, LEAST_PEAK_BYTES, local_tasks
 from oomguard.cli import calibrate as calibrate_command
-from oomguard.coefficients import load, local_path, local_rows_path, shipped
-from oomguard.device import find_device
-from oomguard.estimate import estimate
-from oomguard.learn import MIN_LOCAL_ROWS
+from oomguard.estimate.coefficients import load, local_path, local_rows_path, shipped
+from oomguard.estimate.learn import MIN_LOCAL_ROWS
+from oomguard.estimate.peak import estimate
+from oomguard.machine.device import find_device
 from oomguard.measure import Progress, Task, collect
 from oomguard.measure.process import Outcome
 from oomguard.rows import Header, Row, append_row, read_rows

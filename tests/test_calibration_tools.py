@@ -43,8 +43,8 @@ def test_designed_sweep_is_the_shipped_one(tmp_path: Path, project: Path) -> Non
 def test_refit_writes_every_profile_into_the_folder_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from oomguard.coefficients import read_coefficients, shipped
-    from oomguard.fit import Refit
+    from oomguard.estimate.coefficients import read_coefficients, shipped
+    from oomguard.estimate.fit import Refit
 
     kept = {name: shipped(name) for name in ("cpu", "metal")}
     monkeypatch.setattr(refit, "refits", lambda: {name: Refit(found, (), ()) for name, found in kept.items()})

@@ -12,10 +12,10 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from oomguard.calibration.cases import CASES, Case, build_case, case_names, check_case
-from oomguard.calibration.cases.optimizers import OPTIMIZERS
-from oomguard.calibration.cases.registry import Training
 from oomguard.errors import InputError
+from oomguard.model.cases import CASES, Case, build_case, case_names, check_case
+from oomguard.model.cases.optimizers import OPTIMIZERS
+from oomguard.model.cases.registry import Training
 
 # One of each kind of network, eager: what a compiled step costs is the compiler's time.
 KINDS = [
@@ -114,7 +114,7 @@ def test_every_optimizer_is_in_a_case() -> None:
 
 
 def test_names_are_listed_without_mlx() -> None:
-    code = "import sys, oomguard.calibration.cases as c; c.case_names(); assert 'mlx' not in sys.modules"
+    code = "import sys, oomguard.model.cases as c; c.case_names(); assert 'mlx' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -128,7 +128,7 @@ def test_unknown_case_is_refused_with_near_names() -> None:
 def test_case_whose_package_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name == "mlx_lm" or name.startswith("mlx_lm.")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "oomguard.calibration.cases.lm", raising=False)
+    monkeypatch.delitem(sys.modules, "oomguard.model.cases.lm", raising=False)
     monkeypatch.setitem(sys.modules, "mlx_lm", None)
     with pytest.raises(InputError, match=r"case lm-llama needs mlx-lm: pip install 'oomguard\[lm\]'"):
         build_case("lm-llama")

@@ -8,7 +8,9 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.step import StepConfig
 from oomguard.model.step import BuiltStep, build_step
 
 SHAPE = ModelConfig(n_layers=5, d_model=32, n_heads=4, d_mlp=64, context=24, vocab_size=64)

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from oomguard.config import CheckpointPolicy
+from oomguard.config.policy import CheckpointPolicy
 from oomguard.errors import InputError
 from oomguard.model.checkpoint import checkpoint_layers
 

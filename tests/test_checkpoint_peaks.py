@@ -14,7 +14,9 @@ from oomguard.measure.blas import child_environment, find_openblas
 MEASURE = """
 import gc, json, sys
 import mlx.core as mx
-from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.step import StepConfig
 from oomguard.model.step import build_step
 
 mx.set_memory_limit(0)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from plan_fakes import FakeCoefficients, FakeEstimator
 
-from oomguard import planner
 from oomguard.cli.main import main
-from oomguard.planner import plan
+from oomguard.plan import planner
+from oomguard.plan.planner import plan
 from oomguard.report.as_json import plan_json
 from oomguard.units import GIB
 
@@ -275,7 +275,7 @@ def test_damaged_config_gets_one_clear_line(
 def test_metal_without_a_mac_asks_for_its_memory(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from oomguard import device
+    from oomguard.machine import device
 
     monkeypatch.setattr(device, "local_device", lambda: device.Device("pc", "cpu", here=True, free_bytes=GIB))
     status, _, err = run(capsys, "plan", "--preset", "huge", "--device", "metal")

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from local_rows import run
 
-from oomguard.coefficients import (
+from oomguard.config.step import StepConfig
+from oomguard.errors import InputError
+from oomguard.estimate.coefficients import (
     Coefficients,
     data_dir,
     load,
@@ -18,9 +20,7 @@ from oomguard.coefficients import (
     release_warning,
     shipped,
 )
-from oomguard.config import StepConfig
-from oomguard.errors import InputError
-from oomguard.learn import write_coefficients
+from oomguard.estimate.learn import write_coefficients
 
 
 @pytest.fixture(autouse=True)

@@ -11,18 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from oomguard.config import (
-    OPTIMIZERS,
-    CheckpointPolicy,
-    ModelConfig,
-    Segment,
-    StepConfig,
-    check_seq_len,
-    divisors,
-    first_problem,
-)
+from oomguard.config.base import first_problem
+from oomguard.config.model import ModelConfig, divisors
+from oomguard.config.policy import CheckpointPolicy, Segment
+from oomguard.config.presets import preset, presets
+from oomguard.config.step import OPTIMIZERS, StepConfig, check_seq_len
 from oomguard.errors import InputError
-from oomguard.presets import preset, presets
 
 SHAPE = {"n_layers": 6, "d_model": 384, "n_heads": 6, "d_mlp": 1536, "context": 256}
 

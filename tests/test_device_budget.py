@@ -6,9 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomguard.budget import CONTAINER, FREE_NOW, GIVEN, Headroom, find_budget, parse_headroom, parse_memory
-from oomguard.device import Device, find_device
 from oomguard.errors import InputError
+from oomguard.machine.budget import (
+    CONTAINER,
+    FREE_NOW,
+    GIVEN,
+    Headroom,
+    find_budget,
+    parse_headroom,
+    parse_memory,
+)
+from oomguard.machine.device import Device, find_device
 from oomguard.units import GIB, TIB
 
 MAC = Device(

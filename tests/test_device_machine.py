@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from oomguard import machine
+from oomguard.machine import system as machine
 from oomguard.units import GIB, KIB, MIB
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from oomguard import device, machine
-from oomguard.device import Device, Probe, find_device, table, working_set_bytes
 from oomguard.errors import InputError
+from oomguard.machine import device
+from oomguard.machine import system as machine
+from oomguard.machine.device import Device, Probe, find_device, table, working_set_bytes
 from oomguard.measure import provenance
 from oomguard.units import GIB, MIB
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
-from oomguard.engines import trace_step
-from oomguard.estimate import estimate
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.step import StepConfig
+from oomguard.estimate.peak import estimate
+from oomguard.plan.engines import trace_step
 
 MODEL = ModelConfig(n_layers=14, d_model=160, n_heads=5, d_mlp=600, context=192, vocab_size=300)
 SETTINGS = (

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from oomguard.coefficients import shipped
-from oomguard.config import OPTIMIZERS, CheckpointPolicy, ModelConfig, StepConfig
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.presets import presets
+from oomguard.config.step import OPTIMIZERS, StepConfig
 from oomguard.errors import InputError
-from oomguard.estimate import Estimate, estimate
-from oomguard.presets import presets
+from oomguard.estimate.coefficients import shipped
+from oomguard.estimate.peak import Estimate, estimate
 
 BACKENDS = st.sampled_from(["cpu", "metal"])
 POLICIES = st.sampled_from(
@@ -108,7 +110,7 @@ def test_an_estimate_outside_the_fitted_range_says_so() -> None:
 
 def test_an_estimate_imports_neither_mlx_nor_numpy_nor_scipy() -> None:
     code = (
-        "import sys; from oomguard.estimate import estimate; from oomguard.presets import preset;"
+        "import sys; from oomguard.estimate.peak import estimate; from oomguard.config.presets import preset;"
         "from oomguard.config import StepConfig; estimate(preset('behemoth'), StepConfig(batch=1, seq_len=1024));"
         "print([name for name in ('mlx', 'numpy', 'scipy') if name in sys.modules])"
     )

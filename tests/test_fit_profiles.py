@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from oomguard.calibration.refit import METAL_LEAST_PEAK_BYTES, refits, to_json
-from oomguard.coefficients import Speed, shipped
-from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.step import StepConfig
 from oomguard.errors import InputError
-from oomguard.fit import (
+from oomguard.estimate.coefficients import Speed, shipped
+from oomguard.estimate.fit import (
     ALIVE,
     IN_FLIGHT,
     Fitted,
@@ -26,9 +28,9 @@ from oomguard.fit import (
     fit_speed_beside,
     tabulate,
 )
-from oomguard.inventory import Inventory
+from oomguard.estimate.inventory import Inventory
+from oomguard.estimate.traffic import step_flops, step_traffic_bytes
 from oomguard.rows import Header, Row, read_rows, shipped_row_files
-from oomguard.traffic import step_flops, step_traffic_bytes
 
 HEADER = Header(
     schema="oomguard.rows/1",

@@ -11,7 +11,7 @@ from plan_fakes import HERE, FakeCoefficients, FakeEstimator, request
 
 from oomguard.errors import InputError, OomguardError
 from oomguard.guard import GROWTH_STEPS, Guard, GuardWarning, Notice
-from oomguard.planner import answer
+from oomguard.plan.planner import answer
 from oomguard.units import GIB, MIB
 
 

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
-from oomguard.inventory import CATEGORIES, Inventory
-from oomguard.presets import presets
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.presets import presets
+from oomguard.config.step import StepConfig
+from oomguard.estimate.inventory import CATEGORIES, Inventory
 
 TINY = presets()["tiny"]
 STEP = StepConfig(batch=8, seq_len=128)

@@ -9,11 +9,11 @@ import pytest
 from local_rows import HEADER, made_up_rows
 
 import oomguard
-from oomguard.coefficients import load, local_path, local_rows_path, shipped
-from oomguard.device import Device, find_device
 from oomguard.errors import InputError
-from oomguard.estimate import estimate
-from oomguard.learn import LEAST_BAND, MIN_LOCAL_ROWS, comparable, enough, learn
+from oomguard.estimate.coefficients import load, local_path, local_rows_path, shipped
+from oomguard.estimate.learn import LEAST_BAND, MIN_LOCAL_ROWS, comparable, enough, learn
+from oomguard.estimate.peak import estimate
+from oomguard.machine.device import Device, find_device
 from oomguard.rows import Header, Row, read_rows
 
 

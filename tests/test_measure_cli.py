@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from oomguard.calibration.cases import case_names
 from oomguard.measure.table import rows_table
+from oomguard.model.cases import case_names
 from oomguard.rows import Row, read_rows, shipped_row_files
 
 STEPS = Path(__file__).parent / "measure_steps.py"

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from oomguard.config import ModelConfig, StepConfig
+from oomguard.config.model import ModelConfig
+from oomguard.config.step import StepConfig
 from oomguard.errors import InputError
 from oomguard.measure import Settings, measure, measure_callable
 from oomguard.measure.process import describe_exit

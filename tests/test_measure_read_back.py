@@ -108,7 +108,7 @@ def test_no_row_is_added_to_printed_rows(tmp_path: Path) -> None:
 
 
 def test_every_json_object_has_a_schema_of_its_own() -> None:
-    from oomguard.coefficients import SCHEMA as COEFFICIENTS
+    from oomguard.estimate.coefficients import SCHEMA as COEFFICIENTS
     from oomguard.model.saving import SCHEMA as SAVED
     from oomguard.report.as_json import ESTIMATE_SCHEMA, PLAN_SCHEMA
     from oomguard.report.trace_json import TRACE_SCHEMA

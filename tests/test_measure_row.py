@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from oomguard.config import EVERY_BLOCK, ModelConfig, StepConfig
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import EVERY_BLOCK
+from oomguard.config.presets import preset
+from oomguard.config.step import StepConfig
 from oomguard.errors import InputError
 from oomguard.measure import Settings, Task, measure, measure_callable, measure_case, measure_task
 from oomguard.measure.blas import find_openblas
 from oomguard.measure.provenance import commit, machine, mlx_version
 from oomguard.measure.worker import Sample, summary
-from oomguard.presets import preset
 from oomguard.rows import Row
 
 STEPS = Path(__file__).parent / "measure_steps.py"

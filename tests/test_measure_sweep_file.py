@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomguard.calibration.cases import case_names
-from oomguard.config import CheckpointPolicy
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.presets import preset
 from oomguard.errors import InputError
 from oomguard.measure import expand, read_sweep
-from oomguard.presets import preset
+from oomguard.model.cases import case_names
 
 
 def write(folder: Path, value: Any) -> Path:

@@ -6,9 +6,9 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from oomguard.config import ModelConfig
+from oomguard.config.model import ModelConfig
+from oomguard.config.presets import presets
 from oomguard.model.gpt import GPT
-from oomguard.presets import presets
 
 SHAPE = ModelConfig(n_layers=3, d_model=24, n_heads=4, d_mlp=40, context=16, vocab_size=50)
 

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from oomguard.config import OPTIMIZERS, CheckpointPolicy, ModelConfig, StepConfig
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.presets import preset
+from oomguard.config.step import OPTIMIZERS, StepConfig
 from oomguard.errors import InputError
 from oomguard.model.step import Recipe, build_step, is_muon_matrix
-from oomguard.presets import preset
 
 SHAPE = ModelConfig(n_layers=2, d_model=16, n_heads=2, d_mlp=32, context=16, vocab_size=32)
 STEP = StepConfig(batch=2, seq_len=12)

@@ -16,12 +16,12 @@ import click
 import pytest
 
 from oomguard.cli.main import COMMANDS, main
-from oomguard.coefficients import local_path, local_rows_path, shipped
 from oomguard.errors import InputError
-from oomguard.learn import learn, write_coefficients
+from oomguard.estimate.coefficients import local_path, local_rows_path, shipped
+from oomguard.estimate.learn import learn, write_coefficients
+from oomguard.files.writing import Format, Output, check_outputs, is_same_file, marked, remove_dead_parts
 from oomguard.measure import sweep
 from oomguard.measure.task import Task
-from oomguard.output_files import Format, Output, check_outputs, is_same_file, marked, remove_dead_parts
 from oomguard.rows import read_rows, shipped_row_files
 
 SHAPE = {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_mlp": 32, "context": 16}
@@ -289,7 +289,7 @@ def test_parts_of_killed_writers_alone_are_removed(own: Output, folder: Path) ->
 
 def test_part_of_a_process_killed_while_writing_is_removed(own: Output, folder: Path) -> None:
     code = (
-        "import os, signal; from pathlib import Path; from oomguard.output_files import Format, Output\n"
+        "import os, signal; from pathlib import Path; from oomguard.files.writing import Format, Output\n"
         "output = Output(Path('killed'), Format('cannot write', lambda path: ''))\n"
         "with output.replaced() as part:\n"
         "    part.write_text('half'); os.kill(os.getpid(), signal.SIGKILL)"

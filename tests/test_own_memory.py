@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from limited import run_limited
 
-from oomguard import own_memory
 from oomguard.errors import InputError, OwnMemoryError
-from oomguard.machine import Memory
-from oomguard.own_memory import allowed_bytes, held_bytes, watched
+from oomguard.machine import own_memory
+from oomguard.machine.own_memory import allowed_bytes, held_bytes, watched
+from oomguard.machine.system import Memory
 from oomguard.units import GIB, MIB
 
 HOGS = {

@@ -7,14 +7,16 @@ from dataclasses import replace
 import pytest
 from plan_fakes import HERE, SHAPE, FakeCoefficients, FakeEstimate, FakeEstimator, request
 
-from oomguard.budget import Headroom
-from oomguard.config import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy, ModelConfig, StepConfig
-from oomguard.device import Device
-from oomguard.engines import trace_step
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy
+from oomguard.config.step import StepConfig
 from oomguard.errors import InputError, TraceError
-from oomguard.planner import Plan, Request, answer, check_request, largest_batch, plan, read_model
+from oomguard.machine.budget import Headroom
+from oomguard.machine.device import Device
+from oomguard.plan.engines import trace_step
+from oomguard.plan.planner import Plan, Request, answer, check_request, largest_batch, plan, read_model
+from oomguard.plan.search import Traced
 from oomguard.report.plan_text import plan_text
-from oomguard.search import Traced
 from oomguard.units import GIB, MIB
 
 
@@ -389,7 +391,9 @@ def test_wrong_value_is_told_with_what_would_work(settings: dict[str, object], w
 
 
 def test_largest_batch_is_zero_when_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oomguard.planner._calibrated", lambda device: (FakeCoefficients(), FakeEstimator()))
+    monkeypatch.setattr(
+        "oomguard.plan.planner._calibrated", lambda device: (FakeCoefficients(), FakeEstimator())
+    )
     assert largest_batch(SHAPE, memory="1MiB") == 0
     plain = largest_batch(SHAPE, memory="100MiB")
     every = largest_batch(SHAPE, memory="100MiB", grad_checkpoint="every")
@@ -431,7 +435,7 @@ def test_trace_of_a_preset_step_needs_no_memory_and_sums_up() -> None:
 def test_public_names_resolve_to_functions_not_modules() -> None:
     import oomguard
     import oomguard.cli.plan
-    import oomguard.planner
+    import oomguard.plan.planner
 
     assert oomguard.plan is plan
     assert oomguard.largest_batch is largest_batch

@@ -17,7 +17,7 @@ from local_rows import run
 
 from oomguard.cli.plan import command as plan_command
 from oomguard.errors import InputError
-from oomguard.planner import plan
+from oomguard.plan.planner import plan
 from oomguard.report.as_json import plan_json
 from oomguard.report.plan_text import plan_text
 from oomguard.report.words import say_policy
@@ -265,7 +265,7 @@ def test_request_that_once_contradicted_itself_does_not(words: str) -> None:
 
 
 def test_every_spelling_of_a_policy_in_help_message_and_readme_is_read() -> None:
-    from oomguard.config import CheckpointPolicy
+    from oomguard.config.policy import CheckpointPolicy
 
     help_of = next(
         o.help for o in plan_command.params if isinstance(o, click.Option) and o.name == "grad_checkpoint"

@@ -13,10 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oomguard.coefficients import shipped
-from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
-from oomguard.estimate import estimate
-from oomguard.planner import plan
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.step import StepConfig
+from oomguard.estimate.coefficients import shipped
+from oomguard.estimate.peak import estimate
+from oomguard.plan.planner import plan
 
 POLICIES = (
     "none",

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_fakes import HERE, FakeCoefficients, FakeEstimator, budget, request
 
-from oomguard.config import CheckpointPolicy, ModelConfig
-from oomguard.device import find_device
-from oomguard.planner import Plan, Request, _search, answer, plan
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.machine.device import find_device
+from oomguard.plan.planner import Plan, Request, _search, answer, plan
+from oomguard.plan.search import NO_GAIN, RULE, Candidate, Families
 from oomguard.report.as_json import plan_json
-from oomguard.search import NO_GAIN, RULE, Candidate, Families
 from oomguard.units import GIB, MIB
 
 SPEEDS = st.sampled_from([(1e12, 5e10), (1e13, 5e9), (1e11, 1e12), (1e30, 1e9)])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from plan_fakes import HERE, FakeCoefficients, FakeEstimator, request
 
-from oomguard.budget import Headroom
-from oomguard.config import CheckpointPolicy, StepConfig
-from oomguard.planner import Plan, answer
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.step import StepConfig
+from oomguard.machine.budget import Headroom
+from oomguard.plan.planner import Plan, answer
 from oomguard.report.estimate_text import breakdown_lines
 from oomguard.report.plan_text import plan_text, train_command
 from oomguard.report.style import Ink, bar, paragraph, table

@@ -7,9 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_fakes import SHAPE, FakeEstimator, budget, request
 
-from oomguard.config import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy, ModelConfig, StepConfig
-from oomguard.planner import _candidates, _search
-from oomguard.search import Families, Ladder, Search, fastest, last_fitting, recomputed_share
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy
+from oomguard.config.step import StepConfig
+from oomguard.plan.planner import _candidates, _search
+from oomguard.plan.search import Families, Ladder, Search, fastest, last_fitting, recomputed_share
 from oomguard.units import GIB, MIB
 
 STEP = StepConfig(batch=1, seq_len=128)

@@ -14,8 +14,9 @@ from pydantic import ValidationError
 import oomguard.calibration
 import oomguard.measure
 import oomguard.model
-from oomguard.config import Frozen, ModelConfig, first_problem
-from oomguard.problems import PROBLEMS, shown
+from oomguard.config.base import Frozen, first_problem
+from oomguard.config.model import ModelConfig
+from oomguard.config.problems import PROBLEMS, shown
 
 PYDANTIC = re.compile(
     r"Input should|Field required|Extra inputs|unable to parse|valid (integer|string|number|dictionary)|pydantic"

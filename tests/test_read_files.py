@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from local_rows import made_up_rows, mistake, run, write_rows
 
-from oomguard.coefficients import read_coefficients, shipped
-from oomguard.config import ModelConfig
+from oomguard.config.model import ModelConfig
 from oomguard.errors import InputError
+from oomguard.estimate.coefficients import read_coefficients, shipped
+from oomguard.files.reading import DEEPEST, LARGEST_FILE_BYTES, json_values, parse_json, read_text
 from oomguard.measure.sweep_file import read_sweep
 from oomguard.model.saving import open_run
-from oomguard.reading import DEEPEST, LARGEST_FILE_BYTES, json_values, parse_json, read_text
 from oomguard.rows import read_rows
 
 BOM = b"\xef\xbb\xbf"
@@ -133,7 +133,7 @@ def test_json_values_follow_one_another_on_lines_or_over_many() -> None:
 
 
 def test_file_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("oomguard.reading.LARGEST_FILE_BYTES", 1000)
+    monkeypatch.setattr("oomguard.files.reading.LARGEST_FILE_BYTES", 1000)
     assert LARGEST_FILE_BYTES > 1 << 20
     endless = tmp_path / "large"
     endless.write_bytes(b" " * 1001)

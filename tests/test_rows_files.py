@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from oomguard.config import StepConfig
+from oomguard.config.presets import preset
+from oomguard.config.step import StepConfig
 from oomguard.errors import InputError
-from oomguard.presets import preset
 from oomguard.rows import Header, Row, append_row, read_rows, row_key, shipped_row_files, usable
 
 HEADER = Header(

@@ -12,15 +12,16 @@ import mlx.core as mx
 import pytest
 
 import oomguard
-from oomguard.calibration.cases import build_case
 from oomguard.cli.main import COMMANDS, main
 from oomguard.cli.options import Reader
-from oomguard.config import ModelConfig, StepConfig
+from oomguard.config.model import ModelConfig
+from oomguard.config.step import StepConfig
 from oomguard.measure import Settings, measure
+from oomguard.model.cases import build_case
 from oomguard.model.run_settings import RunSettings, changes
 from oomguard.model.saving import open_run, save_run
 from oomguard.model.step import build_step
-from oomguard.planner import plan
+from oomguard.plan.planner import plan
 from oomguard.trace.engine import trace_built
 from oomguard.units import parse_bytes
 

@@ -11,11 +11,12 @@ import mlx.core as mx
 import pytest
 
 import oomguard
-from oomguard.config import ModelConfig, StepConfig
-from oomguard.device import Device, device_names, find_device
-from oomguard.engines import trace_preset
+from oomguard.config.model import ModelConfig
+from oomguard.config.step import StepConfig
 from oomguard.errors import InputError, TraceError
+from oomguard.machine.device import Device, device_names, find_device
 from oomguard.model.step import build_step
+from oomguard.plan.engines import trace_preset
 from oomguard.trace import backends, metal
 from oomguard.trace.backends import capturing, simulated
 from oomguard.trace.engine import trace_built

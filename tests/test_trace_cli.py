@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from oomguard.cli.main import main
-from oomguard.config import CheckpointPolicy, StepConfig
-from oomguard.presets import preset
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.presets import preset
+from oomguard.config.step import StepConfig
 from oomguard.trace.result import TraceResult
 
 TINY = ["trace", "--preset", "tiny", "--batch", "2", "--ctx", "32"]
@@ -126,7 +127,7 @@ def test_a_graph_rewritten_is_the_step_built_with_that_policy(
     build = (
         "from oomguard.config import StepConfig\n"
         "from oomguard.model.step import build_step\n"
-        "from oomguard.presets import preset\n"
+        "from oomguard.config.presets import preset\n"
         "def build():\n"
         "    return build_step(preset('tiny'), StepConfig(batch=2, seq_len=32), evaluated=False)"
     )

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from test_trace_cli import OWN, TINY, own, own_target, run, run_json  # noqa: F401, a fixture
 
-from oomguard.config import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy, StepConfig
-from oomguard.device import find_device
-from oomguard.engines import trace_preset
+from oomguard.config.policy import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy
+from oomguard.config.presets import preset
+from oomguard.config.step import StepConfig
+from oomguard.machine.device import find_device
 from oomguard.model.step import build_step
-from oomguard.presets import preset
+from oomguard.plan.engines import trace_preset
 from oomguard.trace.policies import Policies, Price
 
 BUILD = "def build(): return update, (x,), [model, optimizer]"
@@ -180,7 +181,7 @@ def test_report_of_a_budget_fits_80_columns(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_budget_auto_is_what_the_machine_has(capsys: pytest.CaptureFixture[str]) -> None:
-    from oomguard.budget import find_budget
+    from oomguard.machine.budget import find_budget
 
     _, out, _ = run(capsys, *TINY, "--device", "m4-16gb", "--budget", "auto")
     assert "bound by: recommended working set" in out

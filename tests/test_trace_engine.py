@@ -15,7 +15,9 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 
-from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.step import StepConfig
 from oomguard.model.step import build_step
 from oomguard.trace.containers import leaves
 from oomguard.trace.engine import built_for, capture_built, prepare, simulate, trace, trace_built
@@ -171,8 +173,9 @@ def test_trace_of_a_closure_finds_its_state() -> None:
 _MEASURE = """
 import json, sys
 import mlx.core as mx
-from oomguard.calibration.cases import build_case
-from oomguard.config import ModelConfig, StepConfig
+from oomguard.model.cases import build_case
+from oomguard.config.model import ModelConfig
+from oomguard.config.step import StepConfig
 from oomguard.model.step import build_step
 order = json.loads(sys.argv[1])
 if "case" in order:
@@ -232,7 +235,7 @@ def test_tiny_peaks_as_measured(step: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["resnet-batchnorm", "lstm", "lm-llama-qlora-eager"])
 def test_cases_peak_as_measured(case: str) -> None:
-    from oomguard.calibration.cases import build_case
+    from oomguard.model.cases import build_case
 
     result = trace_built(build_case(case, evaluated=False))
     default, sequenced = measured_peaks({"case": case})

@@ -16,9 +16,11 @@ from test_trace_report_page import browse, needs_browser
 from trace_fakes import small_report, small_result
 
 import oomguard
-from oomguard.config import NO_CHECKPOINT, ModelConfig, StepConfig
-from oomguard.device import find_device
-from oomguard.engines import PresetTracer
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import NO_CHECKPOINT
+from oomguard.config.step import StepConfig
+from oomguard.machine.device import find_device
+from oomguard.plan.engines import PresetTracer
 from oomguard.report.trace_html import page_data, trace_html
 from oomguard.report.trace_json import trace_json
 from oomguard.report.trace_report import LabelledTrace

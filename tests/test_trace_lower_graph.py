@@ -12,7 +12,7 @@ import mlx.optimizers as optim
 import pytest
 
 import oomguard
-from oomguard.config import CheckpointPolicy
+from oomguard.config.policy import CheckpointPolicy
 from oomguard.errors import TraceError
 from oomguard.trace import metal
 from oomguard.trace.capture import capture

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from mlx.utils import tree_flatten
 
-from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.step import StepConfig
 from oomguard.model.step import build_step
 from oomguard.trace.capture import Capture, capture
 from oomguard.trace.engine import prepare, trace
@@ -117,7 +119,8 @@ _MEASURE = """
 import json, statistics, sys
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from oomguard.config import ModelConfig, StepConfig
+from oomguard.config.model import ModelConfig
+from oomguard.config.step import StepConfig
 from oomguard.model.step import build_step
 order = json.loads(sys.argv[1])
 built = build_step(ModelConfig(**order["model"]), StepConfig(**order["step"]))

@@ -9,7 +9,9 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 
-from oomguard.config import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy, ModelConfig, StepConfig
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy
+from oomguard.config.step import StepConfig
 from oomguard.errors import TraceError
 from oomguard.model.step import build_step
 from oomguard.trace import metal

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from oomguard.config import CheckpointPolicy, Segment
+from oomguard.config.policy import CheckpointPolicy, Segment
 from oomguard.errors import TraceError
 from oomguard.trace.graph import Graph, Node, Region
 from oomguard.trace.remat import apply_policy, block_calls, recompute, recompute_regions, saved_ratio

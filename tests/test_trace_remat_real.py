@@ -8,7 +8,9 @@ import mlx.core as mx
 import pytest
 from drawn_lines import Line, lines_of, real_lines
 
-from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.step import StepConfig
 from oomguard.model.step import build_step
 from oomguard.trace.capture import capture
 from oomguard.trace.containers import state_tree

@@ -8,8 +8,9 @@ from itertools import accumulate
 import pytest
 from trace_fakes import lower_result, small_report, small_result
 
-from oomguard.config import CheckpointPolicy, StepConfig
-from oomguard.presets import preset
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.presets import preset
+from oomguard.config.step import StepConfig
 from oomguard.report.trace_json import trace_json
 from oomguard.report.trace_report import LabelledTrace
 from oomguard.trace.result import TraceResult

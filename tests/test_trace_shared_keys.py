@@ -13,7 +13,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import pytest
 
-from oomguard.config import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy
+from oomguard.config.policy import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy
 from oomguard.errors import TraceError
 from oomguard.trace.engine import trace
 from oomguard.trace.policies import Policies

@@ -22,7 +22,7 @@ import state_steps
 from mlx.utils import tree_flatten
 from state_steps import measured_by
 
-from oomguard.config import NO_CHECKPOINT
+from oomguard.config.policy import NO_CHECKPOINT
 from oomguard.errors import TraceError
 from oomguard.trace.capture import capture
 from oomguard.trace.engine import trace

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from oomguard.calibration.cases import build_case
-from oomguard.config import ModelConfig, StepConfig
+from oomguard.config.model import ModelConfig
+from oomguard.config.step import StepConfig
+from oomguard.model.cases import build_case
 from oomguard.model.step import build_step
 from oomguard.rows import read_rows, shipped_row_files
 from oomguard.trace.engine import built_for, capture_built, prepare, surroundings_of, trace_built

@@ -266,9 +266,9 @@ def test_train_passing_its_budget_says_so_with_status_1(
     shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A plan that promises too much, as one from a spoiled calibration might."""
-    import oomguard.planner as planner
-    from oomguard.budget import Budget
+    import oomguard.plan.planner as planner
     from oomguard.cli.main import main
+    from oomguard.machine.budget import Budget
 
     real = planner.plan
 

@@ -11,7 +11,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.step import StepConfig
 from oomguard.errors import InputError, OomguardError
 from oomguard.guard import Guard
 from oomguard.model.corpus import Corpus

@@ -11,7 +11,9 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from oomguard.config import OPTIMIZERS, CheckpointPolicy, ModelConfig, StepConfig
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.step import OPTIMIZERS, StepConfig
 from oomguard.errors import InputError
 from oomguard.model.run_settings import RunSettings, changes
 from oomguard.model.saving import check_can_save, open_run, restore, save_run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from oomguard.config import OPTIMIZERS
+from oomguard.config.step import OPTIMIZERS
 from oomguard.model.schedule import default_rate, default_warmup, warmup_cosine
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from local_rows import HEADER, made_up_rows, mistake, run, write_rows
 
-from oomguard.coefficients import shipped
 from oomguard.errors import InputError
-from oomguard.learn import write_coefficients
+from oomguard.estimate.coefficients import shipped
+from oomguard.estimate.learn import write_coefficients
+from oomguard.estimate.validate import validate
 from oomguard.rows import Header, Row
-from oomguard.validate import validate
 
 METAL = HEADER.model_copy(update={"backend": "metal"})
 

@@ -36,8 +36,8 @@ def command(minutes: float, forget: bool) -> int:
     Rows of training runs that were learnt from count too. Stop it at any moment:
     finished rows stay, and the next start goes on from there.
     """
-    from oomguard.coefficients import local_rows_path
-    from oomguard.learn import MIN_LOCAL_ROWS, comparable, enough, fit_local
+    from oomguard.estimate.coefficients import local_rows_path
+    from oomguard.estimate.learn import MIN_LOCAL_ROWS, comparable, enough, fit_local
 
     if forget:
         refuse_beside(("minutes",), "--forget measures nothing")
@@ -72,7 +72,7 @@ def command(minutes: float, forget: bool) -> int:
 
 
 def _forget() -> int:
-    from oomguard.coefficients import data_dir
+    from oomguard.estimate.coefficients import data_dir
 
     gone = [
         path for path in (data_dir() / "rows.jsonl", *data_dir().glob("coefficients-*.json")) if path.exists()
@@ -86,8 +86,8 @@ def _forget() -> int:
 def _measure(minutes: float) -> None:
     """Measures until the time is over; every row is on disk before the next starts."""
     from oomguard.calibration.local_sweep import local_tasks
-    from oomguard.coefficients import local_rows_path, shipped
-    from oomguard.device import find_device
+    from oomguard.estimate.coefficients import local_rows_path, shipped
+    from oomguard.machine.device import find_device
     from oomguard.measure import Settings, sweep
     from oomguard.measure.blas import missing_blas_hint
 

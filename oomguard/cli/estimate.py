@@ -19,7 +19,9 @@ from oomguard.cli.options import (
     wants_colour,
     warn_of_calibration,
 )
-from oomguard.config import CheckpointPolicy, Dtype, ModelConfig, Optimizer, StepConfig, check_seq_len
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.step import Dtype, Optimizer, StepConfig, check_seq_len
 
 
 @click.command("estimate", short_help="What one configuration holds, phase by phase.")
@@ -56,9 +58,9 @@ def command(
     \b
     oomguard estimate --preset huge --batch 8 --grad-checkpoint every
     """
-    from oomguard.coefficients import load, release_warning
-    from oomguard.device import find_device
-    from oomguard.estimate import estimate
+    from oomguard.estimate.coefficients import load, release_warning
+    from oomguard.estimate.peak import estimate
+    from oomguard.machine.device import find_device
 
     model = chosen_model(preset, config)
     step = StepConfig(

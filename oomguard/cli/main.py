@@ -190,7 +190,7 @@ def _run(args: list[str]) -> int:
 
 def _own_memory(args: list[str]) -> contextlib.AbstractContextManager[None]:
     """Watches what oomguard itself holds; what a training run holds is the run's, and has a guard."""
-    from oomguard.own_memory import watched
+    from oomguard.machine.own_memory import watched
 
     return contextlib.nullcontext() if args[:1] == ["train"] else watched()
 

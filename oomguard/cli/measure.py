@@ -25,9 +25,9 @@ from oomguard.cli.options import (
     step_options,
     whole,
 )
-from oomguard.config import StepConfig
+from oomguard.config.step import StepConfig
 from oomguard.errors import InputError, MeasureError
-from oomguard.output_files import Output
+from oomguard.files.writing import Output
 from oomguard.rows import ROW_FILE, Row, is_row_file, printed_rows, read_rows
 from oomguard.units import format_bytes, format_seconds
 
@@ -252,7 +252,7 @@ def _show(rows: Sequence[Row], as_json: bool) -> int:
 
 
 def _list_cases(as_json: bool) -> int:
-    from oomguard.calibration.cases import CASES
+    from oomguard.model.cases import CASES
 
     if as_json:
         click.echo(json.dumps({name: case.about for name, case in CASES.items()}, indent=1))

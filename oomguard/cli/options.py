@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from oomguard.config import CheckpointPolicy, ModelConfig, say_policies
-from oomguard.errors import InputError
-from oomguard.settings import (
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy, say_policies
+from oomguard.config.words import (
     AUTO,
     MAX_COUNT,
     read_batch,
@@ -26,9 +26,10 @@ from oomguard.settings import (
     read_optimizer,
     read_policy,
 )
+from oomguard.errors import InputError
 
 if TYPE_CHECKING:
-    from oomguard.coefficients import Coefficients
+    from oomguard.estimate.coefficients import Coefficients
 
     _ParamType = click.ParamType[Any]
 else:
@@ -59,7 +60,7 @@ class Reader(_ParamType):
 
 
 def _read_memory(text: str) -> int:
-    from oomguard.budget import parse_memory
+    from oomguard.machine.budget import parse_memory
 
     return parse_memory(text)
 
@@ -69,13 +70,13 @@ def _read_memory_or_auto(text: str) -> int | str:
 
 
 def _read_headroom(text: str) -> Any:
-    from oomguard.budget import parse_headroom
+    from oomguard.machine.budget import parse_headroom
 
     return parse_headroom(text)
 
 
 def _read_preset(text: str) -> ModelConfig:
-    from oomguard.presets import preset
+    from oomguard.config.presets import preset
 
     return preset(text)
 
@@ -129,7 +130,7 @@ def chosen_model(preset: ModelConfig | None, config: Path | None) -> ModelConfig
         return preset
     if config is not None:
         return ModelConfig.from_file(config)
-    from oomguard.presets import presets
+    from oomguard.config.presets import presets
 
     raise InputError(f"which model? Give --preset ({', '.join(presets())}) or --config FILE")
 

@@ -23,7 +23,7 @@ from oomguard.cli.options import (
     warn_of_calibration,
 )
 from oomguard.cli.waiting import waiting
-from oomguard.config import ModelConfig
+from oomguard.config.model import ModelConfig
 
 FITS, NOTHING_FITS = 0, 1
 
@@ -76,7 +76,7 @@ def command(
 
     Exit status: 0 it fits, 1 nothing fits, 2 wrong usage.
     """
-    from oomguard.planner import plan
+    from oomguard.plan.planner import plan
 
     model = chosen_model(preset, config)
     simulates = settings["engine"] != "estimate"

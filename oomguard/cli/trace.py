@@ -26,11 +26,12 @@ from oomguard.cli.options import (
 )
 from oomguard.cli.trace_subject import Simulated, Subject, case_subject, function_subject, preset_subject
 from oomguard.cli.waiting import waiting
-from oomguard.config import CheckpointPolicy, StepConfig
-from oomguard.device import Device, find_device
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.step import StepConfig
+from oomguard.config.words import AUTO
 from oomguard.errors import InputError, TraceError
-from oomguard.output_files import Output, check_outputs
-from oomguard.settings import AUTO
+from oomguard.files.writing import Output, check_outputs
+from oomguard.machine.device import Device, find_device
 from oomguard.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -240,7 +241,7 @@ def _budget(asked: int | str | None, device: Device) -> tuple[int | None, str]:
     """The bytes the peak is held against, and what bounds them where that was not said."""
     if asked != AUTO:
         return asked, ""  # type: ignore[return-value]
-    from oomguard.budget import find_budget
+    from oomguard.machine.budget import find_budget
     from oomguard.report.plan_text import say_bound
 
     try:

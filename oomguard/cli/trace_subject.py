@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig, check_seq_len
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.step import StepConfig, check_seq_len
 from oomguard.errors import InputError
 
 if TYPE_CHECKING:
-    from oomguard.device import Device
+    from oomguard.machine.device import Device
     from oomguard.trace.graph import Graph
     from oomguard.trace.policies import Policies
     from oomguard.trace.result import TraceResult
@@ -65,7 +67,7 @@ def preset_subject(model: ModelConfig, step: StepConfig, how: Simulated) -> Subj
     Raises:
         InputError: a sequence longer than the model's context.
     """
-    from oomguard.engines import preset_policies, trace_preset
+    from oomguard.plan.engines import preset_policies, trace_preset
     from oomguard.report.words import say_batch, say_model, say_policy, say_step
 
     check_seq_len(model, step)
@@ -92,7 +94,7 @@ def case_subject(name: str, how: Simulated) -> Subject:
     Raises:
         InputError: no case of that name.
     """
-    from oomguard.calibration.cases import CASES, build_case, check_case
+    from oomguard.model.cases import CASES, build_case, check_case
 
     check_case(name)
     return _built(lambda: build_case(name, evaluated=False), f"case {name}: {CASES[name].about}", how)
@@ -104,7 +106,7 @@ def function_subject(target: str, how: Simulated) -> Subject:
     Raises:
         InputError: no such file or function, it raises, or it returns something else.
     """
-    from oomguard.user_step import load_step
+    from oomguard.step.opening import load_step
 
     user = load_step(target)
     step = user.step

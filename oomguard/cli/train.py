@@ -26,7 +26,7 @@ from oomguard.cli.options import (
 from oomguard.cli.stopping import stop_signals
 from oomguard.cli.train_show import Show
 from oomguard.errors import InputError, OomguardError
-from oomguard.output_files import Output
+from oomguard.files.writing import Output
 from oomguard.units import format_bytes
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from oomguard.model.run_settings import RunSettings
     from oomguard.model.saving import SavedRun
     from oomguard.model.trainer import TrainResult
-    from oomguard.planner import Plan
+    from oomguard.plan.planner import Plan
 
 DEFAULT_STEPS = 100
 WITHOUT_DECAY = ("sgd", "adam")  # as model.step builds them
@@ -113,8 +113,8 @@ input, 130 stopped, 141 stopped because nobody reads its output.
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end; progress goes to stderr.")
 @click.pass_context
 def command(ctx: click.Context, /, as_json: bool, **options: Any) -> int:
+    from oomguard.machine.own_memory import watched
     from oomguard.model.run_settings import check_trainable
-    from oomguard.own_memory import watched
 
     use_fast_blas()
     request = Request(options, given(ctx))
@@ -227,7 +227,7 @@ class Request:
 
     def plan(self) -> Plan:
         """Asks the planner for what is left open; a resumed run leaves open only what is given anew."""
-        from oomguard.planner import plan
+        from oomguard.plan.planner import plan
 
         saved = self.saved.settings if self.saved else None
         step = saved.step if saved else None
@@ -290,7 +290,7 @@ def _device_here(name: str | None) -> Any:
     Raises:
         InputError: ``--device`` names another machine.
     """
-    from oomguard.device import find_device
+    from oomguard.machine.device import find_device
 
     device = find_device(name)
     if name is not None and not device.here:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from oomguard.model.run_settings import RunSettings
     from oomguard.model.saving import SavedRun
     from oomguard.model.trainer import TrainResult, Update
-    from oomguard.planner import Plan
+    from oomguard.plan.planner import Plan
 
 DONE, MISSED, STOPPED = 0, 1, 130
 PIPE_LINES = 20

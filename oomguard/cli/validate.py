@@ -9,8 +9,8 @@ import click
 
 from oomguard.cli.options import refuse_beside, wants_colour
 from oomguard.cli.waiting import waiting
-from oomguard.coefficients import Coefficients, read_coefficients, shipped
 from oomguard.errors import InputError
+from oomguard.estimate.coefficients import Coefficients, read_coefficients, shipped
 from oomguard.rows import Row, read_rows, shipped_row_files, usable
 
 
@@ -52,8 +52,8 @@ def command(
     if engine == "trace":
         refuse_beside(("coefficients_file",), "--engine trace simulates and fits nothing")
         return _trace(backend, rows_file, as_json)
+    from oomguard.estimate.validate import validate
     from oomguard.report.validate_text import validation_json, validation_text
-    from oomguard.validate import validate
 
     validations = [
         validate(coefficients, rows)

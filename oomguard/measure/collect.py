@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oomguard.config import ModelConfig, StepConfig, check_seq_len
+from oomguard.config.model import ModelConfig
+from oomguard.config.step import StepConfig, check_seq_len
 from oomguard.errors import InputError, MeasureError
+from oomguard.files.writing import Output
 from oomguard.measure import provenance
 from oomguard.measure.process import Outcome, run_child
 from oomguard.measure.task import Settings, Task
-from oomguard.output_files import Output
 from oomguard.rows import ROW_FILE, SCHEMA, Header, Row, append_row, is_printed, read_begun
 
 STANDARD = Settings()
@@ -38,7 +39,7 @@ def measure(model: ModelConfig, step: StepConfig, settings: Settings = STANDARD)
 
 
 def measure_case(name: str, settings: Settings = STANDARD) -> Row:
-    """Measures one named step of ``oomguard.calibration.cases``.
+    """Measures one named step of ``oomguard.model.cases``.
 
     Raises:
         InputError: no such case.
@@ -50,7 +51,7 @@ def measure_callable(spec: str, settings: Settings = STANDARD) -> Row:
     """Measures a user's own step.
 
     Args:
-        spec: ``FILE.py:NAME``. ``NAME()`` builds the step and returns what ``oomguard.user_step.load_step`` reads,
+        spec: ``FILE.py:NAME``. ``NAME()`` builds the step and returns what ``oomguard.step.opening.load_step`` reads,
             or a callable without arguments that runs it once and evaluates what it made.
 
     Raises:
@@ -79,7 +80,7 @@ def check_task(task: Task) -> None:
     if task.model is not None and task.step is not None:
         check_seq_len(task.model, task.step)
     elif task.case is not None:
-        from oomguard.calibration.cases import check_case
+        from oomguard.model.cases import check_case
 
         check_case(task.case)
     elif task.function is not None:

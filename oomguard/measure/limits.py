@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from oomguard.config import ModelConfig, StepConfig
+from oomguard.config.model import ModelConfig
+from oomguard.config.step import StepConfig
 from oomguard.errors import OomguardError
-from oomguard.estimate import estimate
-from oomguard.machine import Backend, container_bytes, memory
+from oomguard.estimate.peak import estimate
+from oomguard.machine.system import Backend, container_bytes, memory
 from oomguard.units import MIB
 
 KEEP_FREE_FRACTION = 0.05

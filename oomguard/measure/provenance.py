@@ -9,8 +9,8 @@ import platform
 import subprocess
 from pathlib import Path
 
-from oomguard.device import local_device
-from oomguard.machine import Backend, installed_mlx
+from oomguard.machine.device import local_device
+from oomguard.machine.system import Backend, installed_mlx
 
 
 @functools.cache
@@ -37,7 +37,7 @@ def commit() -> str:
     )
     if not sha or not tracked:
         return importlib.metadata.version("oomguard")
-    code = ["oomguard", "model", "calibration/*.py", "calibration/cases"]
+    code = ["oomguard", "model", "calibration/*.py", "model/cases"]
     top = _first_line(["git", "-C", str(here), "rev-parse", "--show-toplevel"])
     changed = _first_line(["git", "-C", top, "status", "--porcelain", "--untracked-files=no", "--", *code])
     return sha + ("+" if changed else "")

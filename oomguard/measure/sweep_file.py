@@ -12,13 +12,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig, first_problem
+from oomguard.config.base import first_problem
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.presets import preset
+from oomguard.config.problems import shown
+from oomguard.config.step import StepConfig
+from oomguard.config.words import read_dtype, read_optimizer
 from oomguard.errors import InputError
+from oomguard.files.reading import parse_json, read_text
 from oomguard.measure.task import Task
-from oomguard.presets import preset
-from oomguard.problems import shown
-from oomguard.reading import parse_json, read_text
-from oomguard.settings import read_dtype, read_optimizer
 
 FORMAT = """A sweep file is JSON: a list of entries, or {"note": ..., "entries": [...]}; or JSON lines, one
 entry a line. An entry is an object; a value that is a list is multiplied out:
@@ -151,7 +154,7 @@ def _case_tasks(entry: dict[str, list[Any]]) -> Iterator[Task]:
         raise InputError(
             f"a case brings its own shape and step; {sorted(set(entry) - {'case'})[0]} cannot stand beside"
         )
-    from oomguard.calibration.cases import case_names
+    from oomguard.model.cases import case_names
 
     known = case_names()
     for pattern in entry["case"]:

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 
 from pydantic import model_validator
 
-from oomguard.config import Frozen, ModelConfig, StepConfig
+from oomguard.config.base import Frozen
+from oomguard.config.model import ModelConfig
+from oomguard.config.step import StepConfig
 from oomguard.rows import row_key
 
 
 class Task(Frozen):
     """One thing to measure: a GPT step (``model`` and ``step``), a named ``case``, or a user's ``function``.
 
-    ``function`` is ``FILE.py:NAME``; what calling ``NAME()`` gives is read by ``oomguard.user_step``.
+    ``function`` is ``FILE.py:NAME``; what calling ``NAME()`` gives is read by ``oomguard.step.opening``.
     """
 
     model: ModelConfig | None = None

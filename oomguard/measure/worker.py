@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from oomguard.errors import InputError, MeasureError, OomguardError
-from oomguard.machine import Backend
+from oomguard.machine.system import Backend
 from oomguard.measure.blas import loaded_blas
 from oomguard.measure.provenance import mlx_version
 from oomguard.measure.task import Task
-from oomguard.user_step import FileRaisedError, UserStep, load_step
+from oomguard.step.opening import FileRaisedError, UserStep, load_step
 
 Run = Callable[[], object]
 PR_SET_PDEATHSIG = 1
@@ -170,7 +170,7 @@ def build(task: Task) -> Run:
 
         return build_step(task.model, task.step).run
     if task.case is not None:
-        from oomguard.calibration.cases import build_case
+        from oomguard.model.cases import build_case
 
         return build_case(task.case).run
     assert task.function is not None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
-from oomguard.planner import Plan, Request, Tradeoff
-from oomguard.search import RULE, Candidate
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.step import StepConfig
+from oomguard.plan.planner import Plan, Request, Tradeoff
+from oomguard.plan.search import RULE, Candidate
 
 if TYPE_CHECKING:
-    from oomguard.coefficients import Coefficients
-    from oomguard.estimate import Estimate
+    from oomguard.estimate.coefficients import Coefficients
+    from oomguard.estimate.peak import Estimate
 
 PLAN_SCHEMA = "oomguard.plan/1"
 ESTIMATE_SCHEMA = "oomguard.estimate/1"

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from oomguard.config import ModelConfig, StepConfig
+from oomguard.config.model import ModelConfig
+from oomguard.config.step import StepConfig
 from oomguard.report.style import Ink, bar, paragraph, table
 from oomguard.report.words import say_batch, say_category, say_model, say_policy, say_step
 from oomguard.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from oomguard.coefficients import Coefficients
-    from oomguard.estimate import Estimate
+    from oomguard.estimate.coefficients import Coefficients
+    from oomguard.estimate.peak import Estimate
 
 SLIVER = 0.005  # of the peak
 

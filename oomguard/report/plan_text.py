@@ -6,8 +6,9 @@ import math
 import shlex
 from collections.abc import Iterator
 
-from oomguard.budget import Budget
-from oomguard.planner import Plan, Request
+from oomguard.machine.budget import Budget
+from oomguard.plan.planner import Plan, Request
+from oomguard.plan.search import NO_GAIN, SPEED_DIGITS, Candidate
 from oomguard.report.estimate_text import breakdown_lines, calibration_line
 from oomguard.report.style import WIDTH, Ink, paragraph, table
 from oomguard.report.words import (
@@ -19,7 +20,6 @@ from oomguard.report.words import (
     say_policy,
     say_step,
 )
-from oomguard.search import NO_GAIN, SPEED_DIGITS, Candidate
 from oomguard.units import format_bytes, format_seconds
 
 

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oomguard.output_files import Format, marked
+from oomguard.files.writing import Format, marked
 from oomguard.report.trace_holders import NO_MODULE, pattern, say_form, say_what
 from oomguard.report.trace_report import LabelledTrace, TraceReport
 from oomguard.report.trace_text import say_fit, say_machine, say_order, trace_text, ways_out

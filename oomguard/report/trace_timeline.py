@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator
 from itertools import groupby
 from typing import Any
 
-from oomguard.output_files import Format, marked
+from oomguard.files.writing import Format, marked
 from oomguard.report.trace_report import LabelledTrace, TraceReport
 from oomguard.trace.result import CATEGORIES, Moment, TraceResult
 from oomguard.units import format_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from oomguard.planner import Plan
+from oomguard.plan.planner import Plan
 from oomguard.report.plan_text import say_budget
 from oomguard.report.words import say_batch, say_model, say_policy, say_step
 from oomguard.units import format_bytes, format_seconds

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from oomguard.estimate.validate import Comparison, Validation
 from oomguard.measure.table import row_label
 from oomguard.report.style import Ink, table
 from oomguard.units import format_bytes
-from oomguard.validate import Comparison, Validation
 
 LABEL_WIDTH = 36
 

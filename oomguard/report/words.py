@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from oomguard.config import CheckpointPolicy, ModelConfig, StepConfig
+from oomguard.config.model import ModelConfig
+from oomguard.config.policy import CheckpointPolicy
+from oomguard.config.step import StepConfig
 from oomguard.units import GIB, MIB
 
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

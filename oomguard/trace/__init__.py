@@ -4,18 +4,6 @@
 itself is what is called, so that its parts can be imported beside it.
 """
 
-from __future__ import annotations
+from oomguard.callable_package import call_as
 
-import sys
-from types import ModuleType
-from typing import Any
-
-
-class _Traceable(ModuleType):
-    def __call__(self, *arguments: Any, **settings: Any) -> Any:
-        from oomguard.trace.engine import trace
-
-        return trace(*arguments, **settings)
-
-
-sys.modules[__name__].__class__ = _Traceable
+call_as(__name__, "oomguard.trace.engine", "trace")

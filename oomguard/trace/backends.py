@@ -13,8 +13,8 @@ from importlib.metadata import version
 
 import mlx.core as mx
 
-from oomguard import device as machines
 from oomguard.errors import TraceError
+from oomguard.machine import device as machines
 from oomguard.trace import metal
 from oomguard.trace.lower import parse_version
 from oomguard.trace.memory import CPU, Device
@@ -30,7 +30,7 @@ def simulated(machine: Machine = None) -> Device:
     """The device that is simulated for a machine.
 
     Args:
-        machine: a name as ``--device`` takes it (``"m5-pro-48gb"``), a found ``oomguard.device.Device``, a simulated
+        machine: a name as ``--device`` takes it (``"m5-pro-48gb"``), a found ``machine.device.Device``, a simulated
             one (given back as it is), or None for what MLX computes on here.
 
     Returns:

@@ -23,6 +23,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 
 from oomguard.errors import TraceError
+from oomguard.step.opening import returned_then_state
 from oomguard.trace.compiled import runs_compiled
 from oomguard.trace.containers import (
     RANDOM_STATE,
@@ -71,7 +72,6 @@ from oomguard.trace.tags import (
 )
 from oomguard.trace.waiting import listed
 from oomguard.units import format_bytes
-from oomguard.user_step import returned_then_state
 
 Evaluate = Callable[[Any, list[Any]], Any]
 """(what the step returned, the state) to a tree: what the caller hands to ``mx.eval``, in that order."""

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median_low
 from typing import Any
 
+from oomguard.config.problems import check_callable, check_type
 from oomguard.errors import InputError
-from oomguard.problems import check_callable, check_type
-from oomguard.repeated import Repeated
+from oomguard.step.opening import returned_then_state
+from oomguard.step.repeated import Repeated
 from oomguard.trace.backends import Machine, capturing, simulated
 from oomguard.trace.capture import Capture, Evaluate, capture
 from oomguard.trace.collector import collector_paused
@@ -29,7 +30,6 @@ from oomguard.trace.startup import SYNCHRONIZER_DISPATCHES, dispatches_to_evalua
 from oomguard.trace.steps import ALONE, Steps, Surroundings, graph_peak, within_update
 from oomguard.trace.waiting import unevaluated_warnings
 from oomguard.units import format_bytes
-from oomguard.user_step import returned_then_state
 
 STEADY_STEPS = 3
 """Steps simulated after the first. Where the device's tasks end differs from one to the next."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
-from oomguard.config import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy, Segment
+from oomguard.config.policy import EVERY_BLOCK, NO_CHECKPOINT, CheckpointPolicy, Segment
 from oomguard.errors import TraceError
+from oomguard.step.opening import returned_then_state
 from oomguard.trace.backends import Machine, simulated
 from oomguard.trace.capture import Capture, Evaluate
 from oomguard.trace.collector import collector_paused
@@ -24,7 +25,6 @@ from oomguard.trace.lower import ATTENTION
 from oomguard.trace.memory import CPU, Device, Program
 from oomguard.trace.remat import ATTENTION_KINDS, VIEWS, apply_policy, block_calls, saved_ratio
 from oomguard.trace.steps import ALONE, Surroundings, peaks_and_buffer, within_update
-from oomguard.user_step import returned_then_state
 
 MARKED = frozenset(("block", "attention", ATTENTION))
 """Kinds of regions whose backward a capture must mark for all policies to be had from it."""

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from oomguard.config import CheckpointPolicy, Segment
+from oomguard.config.policy import CheckpointPolicy, Segment
 from oomguard.errors import TraceError
 from oomguard.trace.graph import Graph, Node, Phase, Region
 
