@@ -316,12 +316,12 @@ class Kitchen:
         for name in COMMANDS:
             importlib.import_module(f"oomguard.cli.{name}")
         for name in (
-            "planner",
+            "plan.planner",
             "trace.engine",
             "trace.policies",
             "model.step",
             "model.trainer",
-            "calibration.cases",
+            "model.cases",
         ):
             importlib.import_module(f"oomguard.{name}")
         for name in (

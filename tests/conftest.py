@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import venv
@@ -22,7 +23,13 @@ PROJECT = Path(__file__).resolve().parent.parent
 
 
 def pytest_sessionstart() -> None:
-    """Refuses to test an oomguard that was installed before the tree changed."""
+    """Refuses to test an oomguard that was installed before the tree changed; signals act as from a terminal.
+
+    A shell's background job ignores SIGINT, ``nohup`` ignores SIGHUP, and every child inherits it: tests that
+    stop a child would wait forever for one that respects what it was told.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     spec = importlib.util.find_spec("oomguard")
     if spec is None or spec.origin is None:
         pytest.exit("oomguard is not installed here; run: pip install '.[test]'", returncode=4)

@@ -209,7 +209,10 @@ def test_ctrl_c_stops_with_one_word_and_status_130() -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "started\n"
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    try:
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
     assert (process.returncode, said.strip()) == (130, "stopped")
 
 

@@ -111,7 +111,7 @@ def test_an_estimate_outside_the_fitted_range_says_so() -> None:
 def test_an_estimate_imports_neither_mlx_nor_numpy_nor_scipy() -> None:
     code = (
         "import sys; from oomguard.estimate.peak import estimate; from oomguard.config.presets import preset;"
-        "from oomguard.config import StepConfig; estimate(preset('behemoth'), StepConfig(batch=1, seq_len=1024));"
+        "from oomguard.config.step import StepConfig; estimate(preset('behemoth'), StepConfig(batch=1, seq_len=1024));"
         "print([name for name in ('mlx', 'numpy', 'scipy') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

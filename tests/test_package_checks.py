@@ -40,7 +40,7 @@ def test_ruff_would_format_nothing(project: Path) -> None:
         "from model import gpt",
         "from model.gpt import GPT",
         "import calibration",
-        "from calibration.cases import CASES",
+        "from calibration.sweeps import SWEEPS",
     ],
 )
 def test_ruff_refuses_a_bare_import(place: str, line: str, project: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import pytest
@@ -432,12 +433,15 @@ def test_trace_of_a_preset_step_needs_no_memory_and_sums_up() -> None:
     assert traced.peak_bytes > 4 * 4 * SHAPE.params * 0.9
 
 
-def test_public_names_resolve_to_functions_not_modules() -> None:
+def test_public_names_are_the_functions_whatever_was_imported_before() -> None:
     import oomguard
     import oomguard.cli.plan
     import oomguard.plan.planner
 
-    assert oomguard.plan is plan
+    assert callable(oomguard.plan)
+    assert inspect.signature(oomguard.plan) == inspect.signature(plan)
+    settings = {"memory": "2GB", "seq_len": 64, "device": "m5-pro-48gb"}
+    assert oomguard.plan("tiny", **settings) == plan("tiny", **settings)
     assert oomguard.largest_batch is largest_batch
     assert {"plan", "largest_batch", "Guard", "Plan"} <= set(dir(oomguard))
     with pytest.raises(AttributeError, match="no attribute 'plans'"):

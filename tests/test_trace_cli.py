@@ -125,7 +125,7 @@ def test_a_graph_rewritten_is_the_step_built_with_that_policy(
     capsys: pytest.CaptureFixture[str], own: Path
 ) -> None:
     build = (
-        "from oomguard.config import StepConfig\n"
+        "from oomguard.config.step import StepConfig\n"
         "from oomguard.model.step import build_step\n"
         "from oomguard.config.presets import preset\n"
         "def build():\n"

@@ -39,14 +39,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture(autouse=True)
-def hangup_ends_a_process() -> Iterator[None]:
-    """Under ``nohup``, as under some test runners, a child inherits that SIGHUP is ignored, and train respects it."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
 class Training:
     """A training process; ended with the test at the latest."""
 

@@ -405,7 +405,7 @@ def trace_built(
     marked: frozenset[str] = frozenset(),
     steady_steps: int = STEADY_STEPS,
 ) -> TraceResult:
-    """The peak of a step made by ``oomguard.model.step.build_step`` or ``calibration.cases.build_case``.
+    """The peak of a step made by ``oomguard.model.step.build_step`` or ``oomguard.model.cases.build_case``.
 
     Each call that one update makes is traced as its ``run`` makes it. The peak of an update is that of its highest
     call, and the result describes that one.
